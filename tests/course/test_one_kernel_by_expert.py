@@ -96,7 +96,10 @@ def fails(attempt, seed, state, ranks):
         return True
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, FP8), ids=("bf16", "fp8"))
+FORMATS = pytest.mark.parametrize("dtype", (torch.bfloat16, FP8), ids=("bf16", "fp8"))
+
+
+@FORMATS
 @pytest.mark.parametrize("tokens, only", (([3, 5], None), ([4, 0], 1), ([4], None)), ids=str)
 def test_equals_all_experts_on_one_gpu(tokens, only, dtype):
     state, ranks = make_inputs(tokens, dtype, only=only)
@@ -105,20 +108,24 @@ def test_equals_all_experts_on_one_gpu(tokens, only, dtype):
     assert wrong(results, state, [(x.flip(1), *others) for x, *others in ranks]) is not None
 
 
+@FORMATS
 @pytest.mark.parametrize("tokens, only", (([3, 5], None), ([4, 0], 1), ([4], None)), ids=str)
-def test_one_kernel_equals_all_experts_on_one_gpu(tokens, only):
-    state, ranks = make_inputs(tokens, FP8, only=only)
-    results = run(state, ranks, FP8, kind=OneKernel)
+def test_one_kernel_equals_all_experts_on_one_gpu(tokens, only, dtype):
+    state, ranks = make_inputs(tokens, dtype, only=only)
+    results = run(state, ranks, dtype, kind=OneKernel)
     assert wrong(results, state, ranks) is None
+    assert wrong(results, state, [(x.flip(1), *others) for x, *others in ranks]) is not None
 
 
-def test_one_kernel_with_several_tiles():
-    """Tiles of 128 rows and fewer, some without rows for a warpgroup, and columns that end within a tile."""
-    state, ranks = make_inputs([43, 45], FP8, hidden=384, intermediate=256)
+@FORMATS
+def test_one_kernel_with_several_tiles(dtype, monkeypatch):
+    """Tiles of few rows, some without rows for a warpgroup, columns that end within a tile, rows in pieces."""
+    monkeypatch.setattr(kernel, "PIECE_BYTES", 320)
+    state, ranks = make_inputs([43, 45], dtype, hidden=384, intermediate=256)
     ranks = [(x, weights, ids.clamp(-1, 1) if r else ids.clamp(0, 1)) for r, (x, weights, ids) in enumerate(ranks)]
     rows = sum((ids == 1).sum() for *_, ids in ranks)
     assert 128 < rows < 192 and rows % 16
-    results = run(state, ranks, FP8, kind=OneKernel, num_sms=3)
+    results = run(state, ranks, dtype, kind=OneKernel, num_sms=3)
     assert wrong(results, state, ranks) is None
 
 

@@ -225,10 +225,12 @@ def test_the_default_computes_by_low_latency_and_layers_share_its_memory():
 BOUND_IN_ONE_KERNEL = 2e-2  # a last bit of silu may round an activation to the next FP8 number
 
 
+@pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("tokens", ([3, 5], [4, 0], [4]), ids=str)
-def test_experts_in_one_kernel(tokens):
-    state, ranks = make_inputs(tokens, FP8)
-    results = run(state, ranks, FP8, num_worst_tokens=5 * len(tokens), fused=True)
+def test_experts_in_one_kernel(tokens, name):
+    dtype = DTYPES[name]
+    state, ranks = make_inputs(tokens, dtype)
+    results = run(state, ranks, dtype, num_worst_tokens=5 * len(tokens), fused=True)
     assert wrong(results, state, ranks, BOUND_IN_ONE_KERNEL) is None
     flipped = [(x.flip(1), *rest) for x, *rest in ranks]
     assert wrong(results, state, flipped, BOUND_IN_ONE_KERNEL) is not None
@@ -307,10 +309,8 @@ NOT_FUSED = (
     (dict(config=SMALL), "config is Config.* and fused True; with fused it must not be given"),
     (dict(low_latency_tokens=4), "low_latency_tokens is 4 and fused True"),
     (dict(fp8_combine=True), "fp8_combine is True and fused True"),
-    (
-        dict(dtype=torch.bfloat16),
-        "experts have the format bf16, biases or no silu; fused=True needs fp8_block and silu",
-    ),
+    (dict(scaling="tensor"), "experts have the format fp8_tensor, .*; fused=True needs fp8_block or bf16 and silu"),
+    (dict(has_bias=True, dtype=torch.bfloat16), "experts have the format bf16, biases or no silu; fused=True needs"),
     (dict(hidden=192), "experts have hidden 192 and intermediate 128; both must be multiples of 128"),
     (dict(reference={"sum"}), "experts.reference is .'sum'.; fused=True has no stages in torch"),
 )
@@ -318,13 +318,14 @@ NOT_FUSED = (
 
 @pytest.mark.parametrize("changes, message", NOT_FUSED)
 def test_arguments_that_do_not_go_with_one_kernel(changes, message):
-    made = dict(hidden=HIDDEN, dtype=FP8, reference=())
+    made = dict(hidden=HIDDEN, dtype=FP8, reference=(), scaling="block", has_bias=False)
     options = dict(num_worst_tokens=4) | {name: value for name, value in changes.items() if name not in made}
     made |= {name: value for name, value in changes.items() if name in made}
 
     def work(transport):
         buffer = Buffer(transport, NUM_BYTES)
-        experts = Experts(PER_RANK, made["hidden"], HIDDEN, made["dtype"], transport.device, made["reference"])
+        hidden, dtype, *others = made.values()
+        experts = Experts(PER_RANK, hidden, HIDDEN, dtype, transport.device, *others)
         with pytest.raises(ValueError, match=message):
             ExpertParallelMoE(buffer, experts, fused=True, **options)
         buffer.destroy()
@@ -455,8 +456,8 @@ def compute_in_processes(rank, ranks, dtype):
         found = mismatch(result, wanted, GPU_BOUND) if len(x) else None
         assert found is None and result.shape == x.shape, f"{what}: {found}"
 
-    in_fp8 = worst | dict(fp8_dispatch=True), few | dict(fp8_dispatch=True), few | dict(fused=True)
-    for options in ({}, worst, few, *(in_fp8 if dtype == FP8 else ())):
+    in_fp8 = worst | dict(fp8_dispatch=True), few | dict(fp8_dispatch=True)
+    for options in ({}, worst, few, few | dict(fused=True), *(in_fp8 if dtype == FP8 else ())):
         for shared_experts in (None, Shared()):
             layer = ExpertParallelMoE(buffer, experts, shared_experts=shared_experts, **options)
 

@@ -69,12 +69,13 @@ class ExpertParallelMoE(nn.Module):
         magnitude of its 128 elements if that is more; the sum of a token's own rank is not rounded to FP8.
     fused : bool
         Compute dispatch, both grouped GEMMs and the way back in one persistent kernel, for prompts: an expert is
-        computed when its rows have arrived, and its results are stored where their tokens are. Experts in FP8 with
-        block scales and silu, without biases, on GPUs of compute capability 9.0. Tokens travel in FP8, once for each of
-        their experts. A rank has at most num_worst_tokens / ranks tokens, which must not be 0; ``fp8_dispatch`` has no
-        effect, and ``config``, ``low_latency_tokens`` and ``fp8_combine`` are not allowed. A CUDA graph can capture the
-        call after the first one. Measured on one H200 (32 experts of DeepSeek-V3): with 4,096 tokens it takes 2787 us,
-        the launches of the other options 2962 to 3117; with 512 tokens they are faster.
+        computed when its rows have arrived, and its results are stored where their tokens are. Experts in bfloat16 or
+        in FP8 with block scales, with silu, without biases, on GPUs of compute capability 9.0. Tokens travel in the
+        experts' format, once for each of their experts. A rank has at most num_worst_tokens / ranks tokens, which must
+        not be 0; ``fp8_dispatch`` has no effect, and ``config``, ``low_latency_tokens`` and ``fp8_combine`` are not
+        allowed. A CUDA graph can capture the call after the first one. Measured on one H200 (32 experts of DeepSeek-V3
+        in FP8): with 4,096 tokens it takes 2787 us, the launches of the other options 2962 to 3117; with 512 tokens
+        they are faster.
 
     Raises
     ------
@@ -98,7 +99,7 @@ class ExpertParallelMoE(nn.Module):
     for combine, and the received rows, about 10 * hidden bytes a slot in bfloat16. Layers of a buffer with the same
     sizes and options share it. So calls of such layers must not overlap; on one stream they do not. The same holds with
     ``fused``: a rank has memory for the rows that all tokens of all ranks send if they choose its experts only, that is
-    (hidden + 2 * intermediate) bytes for each of topk * num_worst_tokens rows, and the results of its own tokens.
+    hidden + intermediate elements for each of topk * num_worst_tokens rows, and the results of its own tokens.
 
     With ``fused`` a rank adds up the rows of a token's experts, and not the sums of ranks, in the order of
     ``topk_ids``, and rounds once.

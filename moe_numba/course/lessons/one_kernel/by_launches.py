@@ -10,16 +10,13 @@ from moe_numba.grouped_gemm.call.plan import group_gemm
 from moe_numba.moe_layer.expert_parallel.one_kernel import counts
 from moe_numba.moe_layer.expert_parallel.one_kernel.layer import OneKernel
 from moe_numba.moe_layer.expert_parallel.one_kernel.sizes import WARP
-from moe_numba.moe_layer.weights import BF16, FP8_BLOCK
 
 
 class LaunchesByExpert(OneKernel):
     """What `OneKernel` does in one launch, in four: rows are sent, two grouped GEMMs, and rows sent back.
 
-    Parameters as of `OneKernel`; experts may be in bfloat16, too. ``num_sms`` is the number of CTAs that move rows.
+    Parameters as of `OneKernel`; ``num_sms`` is the number of CTAs that move rows.
     """
-
-    formats = (BF16, FP8_BLOCK)
 
     def _prepare(self):
         exchange = self.exchange
@@ -35,7 +32,7 @@ class LaunchesByExpert(OneKernel):
 
     def _compute(self, rows, scales, tokens_of_rows, first_rows):
         given, exchange, scaled = self.experts, self.exchange, scales is not None
-        sent = rows, exchange.places if scales is None else scales, tokens_of_rows, first_rows, exchange.places
+        sent = rows, scales, tokens_of_rows, first_rows, exchange.places
         average = max(1, self.sizes.assignments // self.sizes.experts)
         multiply = partial(group_gemm, "block" if scaled else "none", seqlens=exchange.lengths)
         multiply = partial(multiply, cu_seqlens=exchange.starts, num_seq_per_group_avg=average)

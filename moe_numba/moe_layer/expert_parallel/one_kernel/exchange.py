@@ -92,9 +92,10 @@ class Exchange:
             self.activated_scale = empty(sizes.capacity, intermediate // FP8_SCALE_BLOCK, dtype=torch.float32)
 
     def start(self, make: str, grid: int, *arguments: Any) -> None:
-        """Launch the kernel of a definition's ``make``; tensors are passed as pointers."""
-        maps = [argument for argument in arguments if not isinstance(argument, torch.Tensor)]
-        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        """Launch the kernel of a definition's ``make``; tensors and None are passed as pointers, after the others."""
+        is_pointer = lambda argument: argument is None or isinstance(argument, torch.Tensor)
+        maps = [argument for argument in arguments if not is_pointer(argument)]
+        tensors = [argument for argument in arguments if is_pointer(argument)]
         self._kernels[make](grid, *maps, *self.runtime.pointers(*tensors))
 
     def close(self) -> None:

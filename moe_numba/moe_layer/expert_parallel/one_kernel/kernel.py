@@ -4,10 +4,11 @@ Every CTA has 12 warps:
 
 - Warps 0 to 7, two consumer warpgroups, multiply tiles as in ``grouped_gemm/block_scaled/kernel.py``: 128 rows of x by
   256 rows of weight, gate and up of 128 columns in the first GEMM, 256 columns in the second. The first GEMM's epilogue
-  stores silu(gate) * up in FP8, the second one's stores rows in bfloat16 at the ranks that have their tokens.
+  stores silu(gate) * up in FP8 or bfloat16, as rows and weights are, the second one's stores rows in bfloat16 at the
+  ranks that have their tokens.
 - One thread of warp 8 looks up the tiles and issues the TMA loads.
-- Warps 9 and 10 write the factors of 64 rows to every stage, and where the rows of the second GEMM belong. They also
-  count what the consumers have stored: a count is a fence, for which the consumers would have to wait.
+- Warps 9 and 10 write the factors of 64 rows to every stage (FP8), and where the rows of the second GEMM belong. They
+  also count what the consumers have stored: a count is a fence, for which the consumers would have to wait.
 - Warp 11 sends this rank's rows, in the order of the experts, by bulk copies through shared memory. That of the first
   CTA then waits for the rows that come back.
 
@@ -86,7 +87,7 @@ from moe_numba.runtime.compile import TENSOR_MAP
 
 BLOCK_N, COLUMNS, STAGES = 2 * FP8_SCALE_BLOCK, FP8_SCALE_BLOCK, 4  # rows of weight; columns of an accumulator
 BOX_BYTES, HALF_BYTES = BOX_ROWS * BLOCK_K_BYTES, COLUMNS * BLOCK_K_BYTES
-MOVER = 11
+MOVER, PIECE_BYTES = 11, 8192  # of a row that the mover sends at a time, at most
 bulk_wait, bulk_wait_read = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
 SIGNATURE = (
     *CONTEXT,
@@ -124,11 +125,15 @@ def make_kernel(sizes: Sizes, intermediate: int):
     destinations = -(-layout.bytes // 16) * 4
     stored = destinations // 2 + BLOCK_M * 2
     mover_barrier, staging, row_bytes = stored + 1, -(-8 * (stored + 2) // 128) * 128, 4 * row_words
-    shared_bytes = staging + row_bytes
+    pieces = -(-row_bytes // PIECE_BYTES)
+    piece_bytes = -(-row_bytes // (16 * pieces)) * 16
+    shared_bytes = staging + piece_bytes
 
     # Of the first GEMM and of the second one: columns of a tile, tiles of columns, blocks of k, and of scales.
     n_tiles_1, n_tiles_2 = intermediate // COLUMNS, columns_tiles(sizes)
-    k_blocks_1, k_blocks_2 = hidden // BLOCK_K_BYTES, intermediate // BLOCK_K_BYTES
+    is_fp8 = scale_words > 0
+    block_k = BLOCK_K_BYTES if is_fp8 else BLOCK_K_BYTES // 2  # elements
+    k_blocks_1, k_blocks_2 = hidden // block_k, intermediate // block_k
     n_blocks_1, n_blocks_2 = 2 * intermediate // FP8_SCALE_BLOCK, hidden // FP8_SCALE_BLOCK
     load_four = make_load_four(False, k_blocks_1 % 4 == 0 and k_blocks_2 % 4 == 0)
 
@@ -139,7 +144,11 @@ def make_kernel(sizes: Sizes, intermediate: int):
         make_group_rows("lengths"),
         make_advance(STAGES),
     )
-    wgmma, wait = make_wgmma_tile(COLUMNS, "e4m3", overwrite=True), make_wgmma_wait(COLUMNS, 0)
+    wait = make_wgmma_wait(COLUMNS, 0)
+    if is_fp8:
+        wgmma = make_wgmma_tile(COLUMNS, "e4m3", overwrite=True)
+    else:
+        wgmma = make_wgmma_tile(COLUMNS, "bf16", accumulate=True)
     fma, activate = make_fma_blocks(COLUMNS, COLUMNS), make_activate()
 
     @cuda.jit(device=True)
@@ -170,10 +179,11 @@ def make_kernel(sizes: Sizes, intermediate: int):
     def publish_factors(smem, lane, row, stage, phase, x_0, x_1, a, b):
         """Write the factors of two rows to a stage as soon as it is empty, and arrive at its full barrier."""
         mbarrier_wait_parity(smem.barriers, empty + stage, phase)
-        to = int32(factor_offset + stage * stage_factors + 4 * row)
-        st_shared_s32x4(smem.i32, to, float_as_int(x_0 * a), float_as_int(x_0 * b), int32(0), int32(0))
-        to = int32(to + 4 * 32)
-        st_shared_s32x4(smem.i32, to, float_as_int(x_1 * a), float_as_int(x_1 * b), int32(0), int32(0))
+        if is_fp8:
+            to = int32(factor_offset + stage * stage_factors + 4 * row)
+            st_shared_s32x4(smem.i32, to, float_as_int(x_0 * a), float_as_int(x_0 * b), int32(0), int32(0))
+            to = int32(to + 4 * 32)
+            st_shared_s32x4(smem.i32, to, float_as_int(x_1 * a), float_as_int(x_1 * b), int32(0), int32(0))
         cuda.syncwarp()
         if lane == 0:
             mbarrier_arrive(smem.barriers, full + stage)
@@ -204,18 +214,24 @@ def make_kernel(sizes: Sizes, intermediate: int):
                 remote = pointer_from_address(ctx.peers[d], ctx.local)
                 while row < count:
                     token, place = int64(tokens_of_rows[first + row]), int64(place_of + row)
-                    if lane == 0:
-                        bulk_wait_read()  # the row before has left the staging buffer
-                        mbarrier_arrive_expect_tx(smem.barriers, mover_barrier, row_bytes)
-                        bulk_load(smem.u8, staging, x, token * row_words, row_bytes, smem.barriers, mover_barrier)
-                    for j in range(lane, scale_words, WARP):
-                        remote[scales_offset + place * scale_words + j] = scales[token * scale_words + j]
-                    if lane == 0:
-                        remote[origins_offset + place] = int32(ctx.rank * assignments + first + row)
-                        mbarrier_wait_parity(smem.barriers, mover_barrier, phase)
-                        bulk_store(remote, rows_offset + place * row_words, smem.u8, staging, row_bytes)
-                        bulk_commit_group()
-                    phase = uint32(phase ^ uint32(1))
+                    for piece in range(pieces):
+                        word = int32(piece * (piece_bytes // 4))
+                        num_bytes = int32(min(piece_bytes, row_bytes - piece * piece_bytes))
+                        if lane == 0:
+                            bulk_wait_read()  # the piece before has left the staging buffer
+                            mbarrier_arrive_expect_tx(smem.barriers, mover_barrier, num_bytes)
+                            from_ = token * row_words + word
+                            bulk_load(smem.u8, staging, x, from_, num_bytes, smem.barriers, mover_barrier)
+                        if piece == 0:
+                            for j in range(lane, scale_words, WARP):
+                                remote[scales_offset + place * scale_words + j] = scales[token * scale_words + j]
+                        if lane == 0:
+                            if piece == 0:
+                                remote[origins_offset + place] = int32(ctx.rank * assignments + first + row)
+                            mbarrier_wait_parity(smem.barriers, mover_barrier, phase)
+                            bulk_store(remote, rows_offset + place * row_words + word, smem.u8, staging, num_bytes)
+                            bulk_commit_group()
+                        phase = uint32(phase ^ uint32(1))
                     row, sent = int32(row + cuda.gridDim.x), int32(sent + 1)
                 row = int32(row - count)
                 if lane == 0 and sent > 0:
@@ -226,7 +242,23 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     red_add_release_sys_s32(remote, arrived + e, sent)
 
     @cuda.jit(device=True)
-    def store_activated(smem, activated, activated_scale, lane, buffer, acc, acc_1, row, rows, column):
+    def store_chunk(first_value, values, smem, activated, lane, buffer, row, rows, column):
+        """Store 64 columns of a warp's 16 rows of silu(gate) * up in bfloat16."""
+        t, vector = int32(lane & 15), int32(lane & 7)
+        cuda.syncwarp()  # all lanes have read the columns before
+        stmatrix_rows(smem.u8, int32(buffer + t * ROW_BYTES + (((t & 7) ^ (lane >> 4)) << 4)), values)
+        cuda.syncwarp()
+        for i in range(4):
+            t = int32(4 * i + (lane >> 3))
+            a, b, c, d = ld_shared_s32x4(smem.i32, int32(buffer + t * ROW_BYTES + ((vector ^ (t & 7)) << 4)) >> 2)
+            if t < rows:
+                at = int64(row + t) * (intermediate // 2) + (column >> 1) + first_value + 4 * vector
+                st_global_s32x4(activated, at, a, b, c, d)
+
+    store_in_bf16 = make_for_each_chunk(COLUMNS // 2, BUFFER_COLUMNS // 2, store_chunk)
+
+    @cuda.jit(device=True)
+    def store_in_fp8(smem, activated, activated_scale, lane, buffer, acc, acc_1, row, rows, column):
         """Store silu(gate) * up of a warp's 16 rows and 128 columns in FP8, with one scale for each row."""
         values, largest_0, largest_1 = activate(acc, acc_1)
         scale_0 = max(largest_of_quad(largest_0), float32(1e-10)) * float32(1 / FP8_MAX)
@@ -373,7 +405,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     published = int32(tile_info_offset + 4 * stage)
                     st_shared_s32x4(smem.i32, published, row, rows, column, g)
                     for k_block in range(k_blocks):
-                        k_at, offset = int32(k_block * BLOCK_K_BYTES), int32(stage * stage_bytes)
+                        k_at, offset = int32(k_block * block_k), int32(stage * stage_bytes)
                         mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                         mbarrier_arrive_expect_tx(smem.barriers, full + stage, tma_bytes)
                         half, to, to_1 = int32(offset + HALF_BYTES), int32(offset + x_offset), int32(row + BOX_ROWS)
@@ -429,11 +461,14 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         origin_1 = local[origins_offset + row + own_row + 32]
                     for k_block in range(0, k_blocks, 4):
                         count, at, s, t = int32(k_blocks - k_block), int64(k_block), zero, zero
-                        if valid_0:
-                            s = load_four(of_x, x_0 + at, one, count)
-                        if valid_1:
-                            t = load_four(of_x, x_1 + at, one, count)
-                        a, b = load_four(of_weight, w_0 + at, one, count), load_four(of_weight, w_1 + at, one, count)
+                        a, b = zero, zero
+                        if is_fp8:
+                            if valid_0:
+                                s = load_four(of_x, x_0 + at, one, count)
+                            if valid_1:
+                                t = load_four(of_x, x_1 + at, one, count)
+                            a = load_four(of_weight, w_0 + at, one, count)
+                            b = load_four(of_weight, w_1 + at, one, count)
                         if count <= 4:  # the last factors
                             if told != 0:
                                 before = lane, told, told_g, own_row
@@ -491,28 +526,35 @@ def make_kernel(sizes: Sizes, intermediate: int):
                 if rows > warpgroup * BOX_ROWS:
                     # ---- Main loop over k: 64 rows of x times the tile's weights, in two halves ----
                     x_start, thread_row = int32(x_offset + warpgroup * BOX_BYTES), int32(own_row + (lane >> 2))
-                    acc, acc_1, product = zeros, zeros, zeros
+                    acc, acc_1, product = zeros, zeros, zeros  # the last one for FP8
                     x_0, weight_0 = wgmma_descriptor(smem.u8, x_start), wgmma_descriptor(smem.u8, int32(0))
                     ready = True  # the tile's first stage has been waited for
                     for _ in range(k_blocks):
                         if not ready:
                             mbarrier_wait_parity(smem.barriers, full + stage, phase)
-                        factors = int32(factor_offset + stage * stage_factors + 4 * thread_row)
-                        a_0, a_1, _, _ = ld_shared_s32x4(smem.i32, factors)
-                        b_0, b_1, _, _ = ld_shared_s32x4(smem.i32, int32(factors + 4 * 8))
-                        a, b = (int_as_float(a_0), int_as_float(a_1)), (int_as_float(b_0), int_as_float(b_1))
+                        if is_fp8:
+                            factors = int32(factor_offset + stage * stage_factors + 4 * thread_row)
+                            a_0, a_1, _, _ = ld_shared_s32x4(smem.i32, factors)
+                            b_0, b_1, _, _ = ld_shared_s32x4(smem.i32, int32(factors + 4 * 8))
+                            a, b = (int_as_float(a_0), int_as_float(a_1)), (int_as_float(b_0), int_as_float(b_1))
                         step = uint64(uint32(stage) * uint32(stage_bytes >> 4))
                         x_tile, weight_tile = uint64(x_0 + step), uint64(weight_0 + step)
-                        product = wait(wgmma(product, x_tile, weight_tile))
-                        acc = fma(acc, product, (a[0], b[0]))
-                        product = wait(wgmma(product, x_tile, uint64(weight_tile + uint64(half_step))))
+                        weight_tile_1 = uint64(weight_tile + uint64(half_step))
+                        if is_fp8:
+                            product = wait(wgmma(product, x_tile, weight_tile))
+                            acc = fma(acc, product, (a[0], b[0]))
+                            product = wait(wgmma(product, x_tile, weight_tile_1))
+                        else:
+                            first, second = wgmma(acc, x_tile, weight_tile), wgmma(acc_1, x_tile, weight_tile_1)
+                            acc, acc_1 = wait(first), wait(second)
                         cuda.syncwarp()
                         if lane == 0:
                             mbarrier_arrive(smem.barriers, empty + stage)
                         stage, phase = advance(stage, phase)
                         # The result arrives during the FFMAs; after the last block of k it is not used.
                         ready = mbarrier_test_wait_parity(smem.barriers, full + stage, phase)
-                        acc_1 = fma(acc_1, product, (a[1], b[1]))
+                        if is_fp8:
+                            acc_1 = fma(acc_1, product, (a[1], b[1]))
 
                     # ---- Epilogue: the warp's 16 rows ----
                     y_rows, buffer = int32(rows - own_row), int32(epilogue_offset + warp * warp_bytes)
@@ -520,9 +562,12 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         y_rows = int32(0) if aborted else y_rows
                         send_half(acc, ctx, smem, lane, buffer, own_row, y_rows, column)
                         send_half(acc_1, ctx, smem, lane, buffer, own_row, y_rows, int32(column + COLUMNS))
-                    else:
+                    elif is_fp8:
                         to = activated, activated_scale, lane, buffer
-                        store_activated(smem, *to, acc, acc_1, int32(row + own_row), y_rows, column)
+                        store_in_fp8(smem, *to, acc, acc_1, int32(row + own_row), y_rows, column)
+                    else:
+                        values, _, _ = activate(acc, acc_1)
+                        store_in_bf16(values, smem, activated, lane, buffer, int32(row + own_row), y_rows, column)
                 else:
                     # ---- No rows for this warpgroup: release the stages, whose empty barriers count all warps ----
                     for _ in range(k_blocks):

@@ -19,7 +19,7 @@ from moe_numba.moe_layer.expert_parallel.one_kernel.sizes import WARP, Sizes
 from moe_numba.moe_layer.group_by_expert.api import group_by_expert
 from moe_numba.moe_layer.module import Experts
 from moe_numba.moe_layer.weighted_sum.api import weighted_sum
-from moe_numba.moe_layer.weights import FP8_BLOCK, shape_of
+from moe_numba.moe_layer.weights import BF16, FP8_BLOCK, shape_of
 from moe_numba.quantise import FP8_SCALE_BLOCK
 from moe_numba.runtime.device import UnsupportedDeviceError, gpu_of, persistent_ctas
 from moe_numba.runtime.tensor_map import tensor_map_template
@@ -34,16 +34,16 @@ class OneKernel:
     A row is sent once for each of its token's experts, straight to its place among the expert's rows. An expert is
     computed as soon as its rows are there, and the second GEMM stores its rows at the rank that has the token. Each
     rank adds up the rows of its own tokens, in the order of ``topk_ids``, in float32, and rounds once; so results are
-    bit-identical from run to run. Launches: the cast to FP8, the order of the rows (`group_by_expert`), the exchange of
-    counts, the kernel, and the sum.
+    bit-identical from run to run. Launches: for FP8 the cast, the order of the rows (`group_by_expert`), the exchange
+    of counts, the kernel, and the sum.
 
     Parameters
     ----------
     buffer : moe_numba.Buffer
         Its group, timeout and error messages are used, and not its rings.
     experts : Experts
-        This rank's; with silu, in FP8 with block scales, without biases. Hidden and intermediate sizes are multiples of
-        128.
+        This rank's; with silu, in bfloat16 or in FP8 with block scales, without biases. Hidden and intermediate sizes
+        are multiples of 128.
     topk, max_tokens : int
         Of a call, the same on all ranks.
     num_sms : int, optional
@@ -58,12 +58,12 @@ class OneKernel:
 
     Notes
     -----
-    A rank shares ``ranks * max_tokens * topk`` rows of FP8 and ``max_tokens * topk`` rows of bfloat16 with the others,
-    and has as many rows of the activations. Layers of a buffer with the same sizes use the same memory, so their calls
-    must not overlap; on one stream they do not.
+    A rank shares ``ranks * max_tokens * topk`` rows of its format and ``max_tokens * topk`` rows of bfloat16 with the
+    others, and has as many rows of the activations. Layers of a buffer with the same sizes use the same memory, so
+    their calls must not overlap; on one stream they do not.
     """
 
-    formats = (FP8_BLOCK,)
+    formats = FP8_BLOCK, BF16
 
     def __init__(self, buffer: Buffer, experts: Experts, topk: int, max_tokens: int, num_sms: int | None = None):
         check_experts(experts, self.formats, type(self).__name__)
@@ -98,13 +98,14 @@ class OneKernel:
 
     def _prepare(self):
         given, exchange = self.experts, self.exchange
+        block_k = BLOCK_K_BYTES // exchange.x.itemsize
         self._maps = [
-            tensor_map_template(tensor, box, swizzle=128, name=name)(tensor)
+            tensor_map_template(tensor, (*box, block_k), swizzle=128, name=name)(tensor)
             for name, tensor, box in (
-                ("rows", exchange.x, (BOX_ROWS, BLOCK_K_BYTES)),
-                ("w13", given.w13, (1, kernel.COLUMNS, BLOCK_K_BYTES)),
-                ("activated", exchange.activated, (BOX_ROWS, BLOCK_K_BYTES)),
-                ("w2", given.w2, (1, kernel.COLUMNS, BLOCK_K_BYTES)),
+                ("rows", exchange.x, (BOX_ROWS,)),
+                ("w13", given.w13, (1, kernel.COLUMNS)),
+                ("activated", exchange.activated, (BOX_ROWS,)),
+                ("w2", given.w2, (1, kernel.COLUMNS)),
             )
         ]
 
@@ -184,7 +185,7 @@ def check_experts(experts: Experts, formats: Sequence[str], name: str) -> None:
     if experts.reference:
         raise ValueError(f"experts.reference is {sorted(experts.reference)}; {name} has no stages in torch")
     _, hidden, intermediate = sizes_of(experts)
-    if FP8_BLOCK in formats and experts.format == FP8_BLOCK and (hidden % 128 or intermediate % 128):
+    if hidden % 128 or intermediate % 128:
         raise ValueError(f"experts have hidden {hidden} and intermediate {intermediate}; both must be multiples of 128")
 
 
