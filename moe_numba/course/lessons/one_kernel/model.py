@@ -120,15 +120,39 @@ class Timeline(NamedTuple):
 def one_kernel(of: Rates, ranks: int, tokens: int, slower: float = 0.0) -> Timeline:
     """Return the timeline of the kernel; ``slower`` is how much moving rows slows the GEMMs down, such as 0.05."""
     sent, (first, second) = bytes_of(ranks, tokens), gemms_us(of, tokens)
-    many = tokens / 4096
-    counts_us = of.parts["group_by_expert"] * many + 2 * of.one_way_us  # order, exchange, and a flag
-    arrivals = [counts_us + of.one_way_us + sent.dispatch_per_expert / of.wire * (e + 1) / EXPERTS for e in _experts()]
+    arrivals = arrivals_us(of, ranks, tokens)
     ends = _pipeline(arrivals, first * (1 + slower) / EXPERTS)
     done = _pipeline([ends[-1]] * EXPERTS, second * (1 + slower) / EXPERTS)
     arrived, push = 0.0, sent.combine_per_expert / of.wire / EXPERTS
     for end in done:
         arrived = max(arrived + push, end)
     return Timeline(arrivals[0], ends[-1], done[-1], arrived, _sums_us(of, sent, done, arrived) + of.one_way_us)
+
+
+def arrivals_us(of: Rates, ranks: int, tokens: int) -> list[float]:
+    """Return when the rows of each expert are there: after the order, the exchange of counts, and the rows before."""
+    counts_us = of.parts["group_by_expert"] * tokens / 4096 + 2 * of.one_way_us
+    bytes_us = bytes_of(ranks, tokens).dispatch_per_expert / of.wire
+    return [counts_us + of.one_way_us + bytes_us * (e + 1) / EXPERTS for e in _experts()]
+
+
+class Steps(NamedTuple):
+    """When a layer ends, in us, if its parts wait for ever less, as in the steps of lesson 16."""
+
+    launches: float  # rows in the order of the experts, then the GEMMs, then the rows' way back
+    one_launch: float
+    rows_of_an_expert: float  # the first GEMM of an expert waits for its rows
+    rows_go_home: float  # the second GEMM stores its rows at the rank of the token
+
+
+def steps_us(of: Rates, ranks: int, tokens: int, launch_us: float) -> Steps:
+    """Return the times of the lesson's steps; a launch that waits for the one before costs ``launch_us``."""
+    sent, (first, second) = bytes_of(ranks, tokens), gemms_us(of, tokens)
+    arrivals = arrivals_us(of, ranks, tokens)
+    after = sent.combine_per_expert / of.wire + of.one_way_us + sent.sum / of.sum_all
+    one_launch = arrivals[-1] + first + second + after
+    overlapped = _pipeline(arrivals, first / EXPERTS)[-1] + second + after
+    return Steps(one_launch + 3 * launch_us, one_launch, overlapped, one_kernel(of, ranks, tokens).sums)
 
 
 def _experts() -> Sequence[int]:
