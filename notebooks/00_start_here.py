@@ -91,9 +91,10 @@ warnings.filterwarnings("ignore", message=".*low occupancy.*")  # some launches 
 # | [13](13_combine.ipynb) | combine: return the results, and add them up | DeepEP |
 # | [14](14_low_latency.ipynb) | dispatch and combine for decode | DeepEP |
 # | [15](15_moe_layer.ipynb) | the experts of a whole layer in one call | vLLM and SGLang |
+# | [16](16_one_kernel.ipynb) | a layer on several GPUs in one kernel | DeepGEMM |
 #
 # 01 and 03 need this page only, and 03 is the shorter one. 02 goes on from 01; 04 from 02 and 03; 05 takes the gate of 02. 06 to 09 are a course of
-# their own on Hopper's tensor cores, 10 to 14 one on several GPUs, and 15 brings all of them together. The documentation compares [the claims of the
+# their own on Hopper's tensor cores, 10 to 14 one on several GPUs. 15 brings all of them together, and 16 puts a layer on several GPUs into one kernel. The documentation compares [the claims of the
 # articles](../docs/claims.md) that the lessons follow with our measurements.
 #
 # Here are kernel times of the package's kernels on an H200, beside the fastest of the other kernels that were measured in the same

@@ -714,5 +714,5 @@ page.show_bounds()
 # - Counting sort: D. Knuth, *The Art of Computer Programming*, volume 3, section 5.2.
 # - The package's kernels: [`moe_numba/moe_layer`](../moe_numba/moe_layer); whole programs: [examples](../docs/examples).
 #
-# Before: [14, low-latency dispatch and combine](14_low_latency.ipynb). This is the last lesson of the course. [Use the kernels](../docs/usage.md) is where
-# to go from here, or back to [lesson 00](00_start_here.ipynb), whose table has all of them.
+# Before: [14, low-latency dispatch and combine](14_low_latency.ipynb). Next: [16, one kernel](16_one_kernel.ipynb), in which the launches of a layer on several
+# GPUs become one.

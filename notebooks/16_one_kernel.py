@@ -24,6 +24,9 @@
 # All sizes, and the number of ranks, stand in `moe_numba/course/lessons/one_kernel/sizes.py`.
 
 # %%
+import os
+
+os.environ["MOE_NUMBA_ONLY"] = "90"  # Hopper: with another GPU the simulator runs the kernels
 import moe_numba  # before Numba: it decides whether kernels run on a GPU or in the simulator
 
 # isort: split
@@ -567,6 +570,8 @@ kernel = make_kernel(rows_of_expert, wait_for_expert, place_at_home, at_the_chan
 step("the leader counts", Version(exchange, kernel))
 
 # %% [markdown]
+# What the same change did for the package's kernel is in [How it is built](../docs/one_kernel.md#how-it-is-built).
+#
 # **Take away.** A warp that has nothing to multiply can wait for stores on behalf of those that have.
 #
 # ## Step 7: why it cannot deadlock
@@ -644,12 +649,14 @@ print(page.show_code("def count_stored", lines=17))
 page.show_records()
 
 # %% [markdown]
-# What to expect of it, and of three variants, before times are known:
+# Three limits of the idea:
 #
 # - **Few tokens.** A tile has 128 rows of one expert. With few rows per expert a tile is nearly empty, and reading the weights takes all the time. The chain has smaller tiles for that case, and its
 #   low-latency launches cost little: there is not much to hide.
 # - **SMs set aside for communication** are lost to the GEMMs for the whole launch. A warp in each CTA costs issue slots and L2 bandwidth, of which the GEMMs leave some.
 # - **One expert with all rows.** Then there is one counter, and the kernel waits as in step 2; its rank computes while all others wait. Flags cannot balance load.
+#
+# The table has a change of the chain that gained little, and one kernel with few tokens. What has been measured on one GPU is in [What it takes](../docs/one_kernel.md#what-it-takes).
 
 # %%
 page.show_lost()

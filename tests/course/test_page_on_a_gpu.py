@@ -26,6 +26,7 @@ PAGES = (
     "13_combine",
     "14_low_latency",
     "15_moe_layer",
+    "16_one_kernel",
 )
 SMALL = """
 from moe_numba.course.lessons.align.published import lesson

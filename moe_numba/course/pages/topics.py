@@ -142,6 +142,14 @@ TOPICS = (
         ("layer_ladder", "layer_group_ladder", "layer_swiglu_ladder", "layer_sum_ladder"),
         hopper=True,
     ),
+    Topic(
+        "16_one_kernel",
+        "a layer on several GPUs in one kernel: flags instead of launches, and why they cannot deadlock",
+        "DeepGEMM's MegaMoE",
+        records=("one_kernel_ladder",),
+        hopper=True,
+        gpus=2,
+    ),
 )
 # Record -> the notebook whose first edition wrote it; docs/*.md, lessons and `bench.latencies` cite them.
 FIRST_EDITION = {

@@ -18,7 +18,7 @@ def chain(parts: Mapping[int, Mapping[str, float]]) -> Drawing:
     scale = (WIDTH - _LEFT - _RIGHT) / longest
     for ranks, of in parts.items():
         drawing.text(8, y + 10, f"{ranks} GPUs", bold=True)
-        for row, name in enumerate(("NVLink", "SMs")):
+        for row, name in enumerate(("NVLink", "compute")):
             drawing.text(8, y + 30 + 24 * row, name, size=10)
             drawing.box(_LEFT, y + 16 + 24 * row, sum(of.values()) * scale, 20)
         x = _LEFT
@@ -107,7 +107,7 @@ def kernel(timelines: Mapping[int, tuple[float, Timeline]]) -> Drawing:
     scale = (WIDTH - _LEFT - _RIGHT) / longest
     for ranks, (last_row, of) in timelines.items():
         drawing.text(8, y + 10, f"{ranks} GPUs, sums end after {of.sums:.0f}", bold=True)
-        for row, name in enumerate(("NVLink", "SMs")):
+        for row, name in enumerate(("NVLink", "compute")):
             drawing.text(8, y + 30 + 24 * row, name, size=10)
             drawing.box(_LEFT, y + 16 + 24 * row, of.sums * scale, 20)
         bars = (

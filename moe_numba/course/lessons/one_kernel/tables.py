@@ -176,9 +176,12 @@ def shares_of(version: Version) -> tuple[float, float, float]:
 
 
 def _early_and_all(events, sizes, rank):
-    """Yield for a rank: first tiles, second tiles and returned pieces, those before the end of the part and all."""
+    """Yield for a rank: first tiles, second tiles and returned pieces, those before the end of the part and all.
+
+    Tiles of the second GEMM are counted by their stores, and so are pieces.
+    """
     own = f"the buffer of rank {rank}"
-    rows, first, second, back = [], {}, {}, []
+    rows, first, second, back, last_second = [], {}, [], [], -1
     for time, event in enumerate(events):
         details = event.details if isinstance(event.details, Mapping) else {}
         buffer, index, what = details.get("buffer"), details.get("index"), event.what
@@ -189,14 +192,15 @@ def _early_and_all(events, sizes, rank):
         if what == "global store" and event.rank == rank and buffer == "activated":
             first[_tile(event, index, sizes.intermediate // 2)] = time
         if what == "global store" and _is_second(event, buffer, index, sizes):
-            if event.rank == rank and event.warp < WARPS:
-                second[event.block, event.warp, time] = time
+            if event.warp < WARPS:
+                last_second = time  # of any rank
+                if event.rank == rank:
+                    second.append(time)
             if buffer == own and index >= sizes.back:
                 back.append(time)
     last_row, last_first = max(rows, default=-1), max(first.values(), default=-1)
-    last_second = max(second.values(), default=-1)
     yield sum(time < last_row for time in first.values()), len(first)
-    yield sum(time < last_first for time in second.values()), len(second)
+    yield sum(time < last_first for time in second), len(second)
     yield sum(time < last_second for time in back), len(back)
 
 
