@@ -701,7 +701,7 @@ page.show_what_did_not_pay()
 #
 # Between the two GEMMs lies a tensor that is written once and read once, and the second GEMM starts only when the first has ended. **Build** a layer in one
 # persistent kernel: a CTA that has finished the first GEMM's tiles of some rows raises a flag, and CTAs that wait for it begin with the second GEMM. With many tokens the bound to
-# beat is that of the tensor cores; with few, reading the weights:
+# beat is that of the tensor cores; with few, reading the weights. [Lesson 16](16_one_kernel.ipynb) builds such flags for a layer on several GPUs. The bounds:
 
 # %%
 page.show_bounds()

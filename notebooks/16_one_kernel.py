@@ -405,9 +405,9 @@ step("launches by expert", Version(exchange, kernel, CHAIN))
 #
 # ## Step 2: one launch
 #
-# **Bottleneck.** Three launches, each of which starts when *all* CTAs of the one before have ended.
+# **Bottleneck.** Three of the launches start only when *all* CTAs of the launch before have ended.
 #
-# **Idea.** The same kernel does all parts in one launch. The waits that launch boundaries did are those that the leader does already: for all rows, and for all tiles of the first
+# **Idea.** The same kernel does all parts in one launch. The leader already waits for what the launch boundaries waited for: for all rows, and for all tiles of the first
 # GEMM. A CTA no longer waits for the slowest CTA of each launch, only for what is counted.
 #
 # All CTAs must be **resident** at the same time, as they wait for each other: one CTA for each SM.
@@ -554,7 +554,7 @@ print(page.brief(lesson.orders(Version(exchange, early), seeds=2)))
 # There is one exception. The next tile may be of the second GEMM and wait for the one that is not counted yet: the leader would wait for its own count. So it counts the last tile of the first GEMM
 # **at once**, before it waits for the next.
 #
-# **Prediction.** A fence less for each tile of a CTA:
+# **Prediction.** Consumers no longer wait for a fence after each tile:
 
 # %%
 print(page.fences())
@@ -585,7 +585,7 @@ step("the leader counts", Version(exchange, kernel))
 #    arrive anyway (1). If it waits for tiles of the first GEMM, its uncounted tile is one of the second (`at_the_change`), for which only the movers of first CTAs wait, when they have nothing else to do.
 #
 # And all CTAs are resident: otherwise a CTA that runs could wait for one that cannot start. An argument is a beginning; the simulator runs each step in several orders of threads, and reports
-# a deadlock as soon as no thread can continue. Here is the last step with many orders, and then without the exception of step 6: the last tile of the first GEMM is counted late.
+# a deadlock as soon as no thread can continue. Here is the last step in several more, and then without the exception of step 6: the last tile of the first GEMM is counted late.
 
 
 # %%

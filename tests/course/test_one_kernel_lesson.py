@@ -341,6 +341,6 @@ def test_the_simulators_process_finds_the_lesson():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_page_runs_with_other_numbers_of_ranks(ranks):
-    sizes = dict(SMALL_TOKENS=17 if ranks == 1 else 2, SMALL_LOCAL_EXPERTS=2 if ranks == 1 else 1)
+    sizes = dict(SMALL_TOKENS=17) if ranks == 1 else dict(SMALL_TOKENS=2, SMALL_LOCAL_EXPERTS=1, SMALL_CTAS=1, ROUNDS=2)
     printed = run_with_sizes(NOTEBOOK, "one_kernel", RANKS=ranks, **sizes)
     assert "the leader counts" in printed and "as above:\nwrong under 0 of 4" in printed
