@@ -625,8 +625,8 @@ exercises.orders.check(...)
 # %% [markdown]
 # ## The package's kernel
 #
-# `ExpertParallelMoE(..., fused=True)` launches [`one_kernel`](../moe_numba/moe_layer/expert_parallel/one_kernel/kernel.py), with the flags of this page and tiles as in [lesson 08](08_block_scales.ipynb): 128 rows by 256 columns in FP8, `wgmma`, TMA, four stages.
-# Its CTA has 12 warps: eight consumers, one that issues TMA loads and waits for rows, two that write factors and count, one mover, which copies rows through shared memory by bulk copies.
+# `ExpertParallelMoE(..., fused=True)` launches [`one_kernel`](../moe_numba/moe_layer/expert_parallel/one_kernel/kernel.py), with the flags of this page and tiles as in [lesson 08](08_block_scales.ipynb): 128 rows by 256 columns, in FP8 or bfloat16, `wgmma`, TMA, four stages.
+# Its CTA has 12 warps: eight consumers, one that issues TMA loads and waits for rows, two that write the factors of FP8 tiles and count, one mover, which copies rows through shared memory by bulk copies.
 # Two things are different:
 #
 # - **Which warps count.** The warps that write factors to every stage do, after the last factors of the next tile, but at once at the change of GEMMs, as the leader of step 6.
@@ -636,7 +636,7 @@ exercises.orders.check(...)
 print(page.show_code("wait_count(ctx, counter, place, expected, DISPATCH_ROWS, g)", lines=2))
 
 # %%
-print(page.show_code("def count_stored", lines=17))
+print(page.show_code("def count_stored"))
 
 # %% [markdown]
 # And waits have a timeout: a rank that died must end with an error message, not in a loop.
@@ -679,7 +679,7 @@ page.show_model()
 # ## Predict: the way home
 #
 # On 8 GPUs with 4096 tokens on each, all rows of the second GEMM cross NVLink in bfloat16, once for each expert (top-8, 7168 columns), unless the token is on the same GPU. How many microseconds does that
-# take at the push rate below, and is the second GEMM longer or shorter than that? Write the microseconds; 10 % more or less is fine.
+# take at the push rate below, and is the second GEMM longer or shorter than that? Write the microseconds; a tenth more or less is fine.
 
 # %%
 print(page.rate())

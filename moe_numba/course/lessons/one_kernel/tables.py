@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from functools import cache
+from itertools import takewhile
 
 from moe_numba import simulator
 from moe_numba.course.bench import records
@@ -282,10 +283,11 @@ def rate() -> str:
     return f"best recorded push rate: {rates().wire / 1e3:.0f} GB/s, {rates().wire:.0f} bytes in a microsecond"
 
 
-def show_code(begins_with: str, lines: int) -> str:
-    """Print lines of the package's kernel, from the one on that contains ``begins_with``."""
+def show_code(contained: str, lines: int = 0) -> str:
+    """Return lines of the package's kernel, from the first one that contains a text: of a function all of them."""
     source = inspect.getsource(package_kernel).split("\n")
-    first = next(i for i, line in enumerate(source) if begins_with in line)
-    part = source[first : first + lines]
-    indent = min(len(line) - len(line.lstrip()) for line in part if line.strip())
-    return "\n".join(line[indent:] for line in part)
+    first = next(i for i, line in enumerate(source) if contained in line)
+    indent = len(source[first]) - len(source[first].lstrip())
+    inside = (not line or line.startswith(" " * (indent + 1)) for line in source[first + 1 :])
+    count = lines or 1 + sum(1 for _ in takewhile(bool, inside))
+    return "\n".join(line[indent:] for line in source[first : first + count]).rstrip()
