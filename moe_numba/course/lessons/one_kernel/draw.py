@@ -30,7 +30,7 @@ def chain(parts: Mapping[int, Mapping[str, float]]) -> Drawing:
         y += 74
     kinds = (("orange", "dispatch, combine"), ("blue", "first GEMM"), ("green", "second"), ("purple", "other launches"))
     drawing.legend(y + 6, kinds)
-    drawing.note(8, y + 24, "Grey: idle. Parts are timed one by one, so their sum differs from the layer's time.")
+    drawing.note(8, y + 24, "Grey: idle. Parts were timed alone; their sum is not the layer's time.")
     return drawing
 
 
