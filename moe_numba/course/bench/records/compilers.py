@@ -177,14 +177,15 @@ def page(table):
         by_kernel.setdefault((name.partition(":")[0], entry["kernel"]), []).append((name, entry))
     failed = {name: e for name, e in entries.items() if "error" in e[compilers.MLIR]}
     texts = [f"{name} {found}" for name, found in table["versions"].items()]
+    not_tried = " The others were not tried." * (len(entries) < table["cases"])
     lines = [
         "# What the two compilers make of the kernels",
         "",
         "<!-- Made by `make compilers` from results/compilers.json. -->",
         "",
         f"{len(entries)} of {table['cases']} cases with a launch of their own have been compiled for {table['arch']} "
-        f"with numba-cuda, and {len(entries) - len(failed)} of these with numba-cuda-mlir, without a GPU. The others "
-        "were not tried. This table says nothing about results or speed. "
+        f"with numba-cuda, and {len(entries) - len(failed)} of these with numba-cuda-mlir, without a GPU."
+        f"{not_tried} This table says nothing about results or speed. "
         "[Moving to numba-cuda-mlir](moving_to_numba_cuda_mlir.md) says what it is for.",
         "",
         "Ratios are numba-cuda-mlir's number over numba-cuda's, the median over a kernel's cases. Seconds are the "
