@@ -86,8 +86,7 @@ draw.chain(page.parts())
 draw.dependencies()
 
 # %% [markdown]
-# The **lower bound** is the two GEMMs: with perfect overlap everything else hides behind them. For experts of DeepSeek-V3, 32 on each GPU, in FP8, the record of
-# the grouped GEMM, the bytes and the push rate of [lesson 11](11_talk_to_a_peer.ipynb) say how far the chain is from it:
+# The **lower bound** is the two GEMMs: no overlap can make the layer shorter. For experts of DeepSeek-V3, 32 on each GPU, in FP8, records say how far the chain is from it:
 
 # %%
 page.show_bounds()
@@ -139,7 +138,8 @@ place_of = exercises.place_of.use(my_place_of)
 
 # %% [markdown]
 # The first launch of a call sends this rank's counts to all ranks, waits for theirs, and computes places with your function. No rank can be a call ahead: to send rows it needs the
-# counts of all ranks for this call, which a rank sends when its call before has ended. So **counters are never cleared**; they count the rows of all calls, and `state` has how many are expected. Counts
+# counts of all ranks for this call, which a rank sends when its call before has ended. Counters to which other ranks add are **never cleared**: another rank may add rows of this call
+# before this rank would have cleared them. They count the rows of all calls, and `state` has how many are expected. `done`, to which only this rank adds, is cleared here. Counts
 # have two halves, which calls use alternately, since a rank may send those of the next call while another one still reads.
 
 
@@ -238,7 +238,8 @@ def count_at_home(memory, row, rows, pieces, lane):
 # - The **mover** sends rows, and brings rows back.
 #
 # The tiles of the first GEMM come before those of the second, expert by expert; the first CTA has tiles 0, `ctas`, `2 * ctas` and so on. `parts` says which of its four parts a launch
-# does. Step 1 launches the kernel four times, once for each; a launch that does all of them is step 2. `place` is a hole, too, and the leader has three; the order of tiles and the sending of rows are exchanged only to break them:
+# does. Step 1 launches the kernel four times, once for each; a launch that does all of them is step 2. Holes are `place` and, in the leader,
+# `rows_needed`, `wait_for_first` and `count_first`; the order of tiles and the sending of rows are exchanged only to break them:
 
 
 # %%
@@ -375,11 +376,12 @@ def make_kernel(rows_needed, wait_for_first, place, count_first=None, tile_of=as
 
 
 # %% [markdown]
-# `wait_for(counters, at, count)` polls with an acquire until a counter has reached a number; numbers of all calls are compared, so that a rank that is behind waits and
-# one that is ahead does not. `multiply` is the tile's product of one warp, `pair` two of its columns as a word. They stand in
+# `wait_for(counters, at, count)` polls with an acquire until a counter has reached a number; it compares by the difference, so that a
+# counter that has already passed the number ends the wait, too, and may overflow. `multiply` is the tile's product of one warp, `pair` two of its columns as a word. They stand in
 # [`tile.py`](../moe_numba/course/lessons/one_kernel/tile.py).
 #
-# At first every wait is for everything. Launches of a rank run one after the other, so within the rank nothing has to be waited for; rows of *other* ranks do have to be.
+# At first the leader waits for everything. The mover that brings rows back waits for one expert at a time; in step 1 the launch boundary hides that. Launches of a rank run one
+# after the other, so within the rank nothing has to be waited for; rows of *other* ranks do have to be.
 
 
 # %%
@@ -401,14 +403,15 @@ step("launches by expert", Version(exchange, kernel, CHAIN))
 # %% [markdown]
 # A third kernel adds up the rows of each token, in the order of its experts, in float32, and rounds once; it is the same in all steps.
 #
-# **Take away.** A rank that has all counts can compute all places. Then a row needs to move only once, to where it is used.
+# **Take away.** A rank that has all counts can compute all places. Then a row needs to move only once, to where it is used. By itself this may not pay: the additional bytes take longer than
+# grouping and permutation did. It pays because the next steps can hide these bytes.
 #
 # ## Step 2: one launch
 #
 # **Bottleneck.** Three of the launches start only when *all* CTAs of the launch before have ended.
 #
-# **Idea.** The same kernel does all parts in one launch. The leader already waits for what the launch boundaries waited for: for all rows, and for all tiles of the first
-# GEMM. A CTA no longer waits for the slowest CTA of each launch, only for what is counted.
+# **Idea.** The same kernel does all parts in one launch. The leader already waits for what two of the boundaries waited for: all rows, and all tiles of the first
+# GEMM. For the third one the mover waits for `done[experts + e]`, one expert at a time, so rows already go back while the second GEMM runs. A CTA no longer waits for the slowest CTA of each launch, only for what is counted.
 #
 # All CTAs must be **resident** at the same time, as they wait for each other: one CTA for each SM.
 
@@ -419,6 +422,8 @@ print(page.predict("one_launch"))
 step("one launch", Version(exchange, kernel))
 
 # %% [markdown]
+# The critical path is that of the warp that has most to do in a launch, and one launch now has all parts. Launches are those of both ranks, each with the exchange of counts, the kernel's, and the sum.
+#
 # **Take away.** A launch boundary is a wait for everything, which flags can do as well. It pays only when flags then wait for less.
 #
 # ## Step 3: a tile waits for its expert's rows
@@ -467,8 +472,8 @@ print(page.tail())
 # %% [markdown]
 # ## Build: the wait of the second GEMM
 #
-# Write `wait_for_expert`: wait until all tiles of the first GEMM for expert `e` have been counted in `done[e]`. Expert `e` has `lengths[e]` rows, in `row_tiles(lengths[e])` tiles of rows,
-# and `counts_of_a_tile` is what all columns of such a tile add to the counter. You have `wait_for(done, index, count)`.
+# Write `wait_for_expert`: wait until all tiles of the first GEMM for expert `e` have been counted in `done[e]`. Expert `e` has `lengths[e]` rows, that is
+# `row_tiles(lengths[e])` blocks of 16 rows. The tiles of one block, over all columns, together add `counts_of_a_tile` to the counter: each tile adds one for each consumer warp. You have `wait_for(done, index, count)`.
 
 
 # %%
@@ -492,6 +497,9 @@ page.show_overlap("rows of an expert", "tiles of an expert")
 # ## Step 5: rows go home from the epilogue
 #
 # **Bottleneck.** Results are stored in `y`, and the movers load and send them when an expert's tiles are done. A row is stored twice, and the last expert's rows leave after the last tile.
+#
+# In the model, rows go back after the last tile in all steps before this one. The page's movers return an expert's rows earlier, as the table above shows, so the gain of this step is smaller than predicted
+# where the links are not the limit.
 #
 # **Idea.** The epilogue of the second GEMM stores its columns of a row at the rank that has the token: `place_at_home` computes where from the row's origin, and a store
 # to another GPU is a store. A rank counts *pieces*, since the columns of a row come from several warps. The pass of the movers is gone.
@@ -554,7 +562,7 @@ print(page.brief(lesson.orders(Version(exchange, early), seeds=2)))
 # There is one exception. The next tile may be of the second GEMM and wait for the one that is not counted yet: the leader would wait for its own count. So it counts the last tile of the first GEMM
 # **at once**, before it waits for the next.
 #
-# **Prediction.** Consumers no longer wait for a fence after each tile:
+# **Prediction.** Consumers no longer wait for a fence after each tile. At most:
 
 # %%
 print(page.fences())
@@ -570,6 +578,8 @@ kernel = make_kernel(rows_of_expert, wait_for_expert, place_at_home, at_the_chan
 step("the leader counts", Version(exchange, kernel))
 
 # %% [markdown]
+# A tile is counted once now, and not once by each of two warps.
+#
 # What the same change did for the package's kernel is in [How it is built](../docs/one_kernel.md#how-it-is-built).
 #
 # **Take away.** A warp that has nothing to multiply can wait for stores on behalf of those that have.
@@ -582,7 +592,8 @@ step("the leader counts", Version(exchange, kernel))
 # 2. **The unfinished tile with the lowest number can always be done.** A CTA's tiles ascend, so its CTA has finished all its earlier tiles, and this one is next. A tile of the first GEMM waits only
 #    for rows (1). A tile of the second one waits for tiles of the first, whose numbers are all lower: these are finished.
 # 3. **What is finished is counted** before a leader waits in vain for it. Consumers that count at once do so. A leader that counts later has at most one tile that it has not counted. If it waits for rows, these
-#    arrive anyway (1). If it waits for tiles of the first GEMM, its uncounted tile is one of the second (`at_the_change`), for which only the movers of first CTAs wait, when they have nothing else to do.
+#    arrive anyway (1). If it waits for tiles of the first GEMM, its uncounted tile is one of the second (`at_the_change`), for which only the mover of
+#    each rank's CTA 0 waits. No tile waits for that mover, so the leader's wait ends, and then it counts.
 #
 # And all CTAs are resident: otherwise a CTA that runs could wait for one that cannot start. An argument is a beginning; the simulator runs each step in several orders of threads, and reports
 # a deadlock as soon as no thread can continue. Here is the last step in several more, and then without the exception of step 6: the last tile of the first GEMM is counted late.
@@ -604,7 +615,8 @@ print("counted late:", page.brief(lesson.orders(Version(exchange, late), seeds=2
 # ## Break: another order
 #
 # The order of tiles is a hole, too: `tile_of(n, begin, end, cta, ctas)` is the tile that CTA `cta` of `ctas` computes as its n-th, of those from `begin` to before `end`. Write an order in which every tile is still
-# computed exactly once, by any CTA that has one, and the kernel deadlocks. CTA `cta` computes `(end - begin - cta + ctas - 1) // ctas` tiles. The exercise shows the simulator's report.
+# computed exactly once, by whichever CTA, but the kernel deadlocks. CTA `cta` computes `(end - begin - cta + ctas - 1) // ctas` tiles. The exercise runs the waits and counts of the kernel without its
+# GEMMs, with a count right after each tile, and shows the simulator's report.
 
 
 # %%
@@ -643,7 +655,8 @@ print(page.show_code("def count_stored"))
 #
 # ## What did not pay, and when a chain is better
 #
-# Recorded times of a DeepSeek-V3 layer in FP8, 32 experts on each GPU: the best chain of launches, launches by expert (step 1 with the package's kernels), one kernel, and its two GEMMs alone.
+# Recorded times of a DeepSeek-V3 layer in FP8, 32 experts on each GPU: the best chain of launches, launches by expert (step 1 with the package's kernels), one kernel, and its two GEMMs
+# alone, where they are recorded.
 
 # %%
 page.show_records()
@@ -656,7 +669,7 @@ page.show_records()
 # - **SMs set aside for communication** are lost to the GEMMs for the whole launch. A warp in each CTA costs issue slots and L2 bandwidth, of which the GEMMs leave some.
 # - **One expert with all rows.** Then there is one counter, and the kernel waits as in step 2; its rank computes while all others wait. Flags cannot balance load.
 #
-# The table has a change of the chain that gained little, and one kernel with few tokens. What has been measured on one GPU is in [What it takes](../docs/one_kernel.md#what-it-takes).
+# The table has a change of the chain that gained little, and one kernel with few tokens where a record has it. [What it takes](../docs/one_kernel.md#what-it-takes) has all recorded times of the package's kernel.
 
 # %%
 page.show_lost()

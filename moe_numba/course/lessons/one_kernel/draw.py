@@ -40,7 +40,7 @@ def dependencies() -> Drawing:
     boxes = (
         ("counts of all ranks", "purple", "for each rank and expert"),
         ("rows of one expert", "orange", "from all ranks"),
-        ("first GEMM of the expert", "blue", "a tile: its 128 rows"),
+        ("first GEMM of the expert", "blue", "a tile: its rows"),
         ("second GEMM of the expert", "green", "a tile: all columns of its rows"),
         ("rows at home", "orange", "a piece: when it is stored"),
         ("sum of a token", "purple", "the rows of its experts"),
@@ -53,7 +53,7 @@ def dependencies() -> Drawing:
             drawing.line((96, y + 26), (96, y + 40), width=1.6)
             drawing.line((92, y + 35), (96, y + 40), (100, y + 35), width=1.6)
         y += 40
-    drawing.note(8, y + 8, "An arrow is the only wait. None of them is for all experts.")
+    drawing.note(8, y + 8, "Arrows: what is needed. None of it is of all experts.")
     return drawing
 
 

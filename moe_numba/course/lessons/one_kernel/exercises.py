@@ -96,9 +96,10 @@ def _around_wait(answer):
     def around(lengths, done, asked, data, out):
         """CTA 1 computes experts, each after CTA 0 has used the one before; every tile is counted when it is stored."""
         t = int32(cuda.threadIdx.x)
-        for e in range(len(_LENGTHS)):
+        for i in range(len(_LENGTHS)):
+            e = int32(len(_LENGTHS) - 1 - i)  # the last one first: a wait for earlier experts is in vain
             if cuda.blockIdx.x == 1:
-                wait_for(asked, 0, e)
+                wait_for(asked, 0, i)
                 for tile in range(row_tiles(lengths[e]) * _COLUMN_TILES):
                     data[(e * 16 + tile) * _WORDS + t] = int32(100 * e + tile + 1)
                     cuda.syncwarp()
