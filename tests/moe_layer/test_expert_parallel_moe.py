@@ -252,6 +252,10 @@ def test_layers_in_one_kernel_share_memory():
         first, second = (layer(x, weights, ids).cpu() for layer in layers)
         exchanges = buffer._runtime.exchanges
         assert len(exchanges) == 1
+        w2 = layers[0].experts.w2
+        layers[0].experts.w2 = torch.nn.Parameter((-w2.float()).to(FP8), requires_grad=False)
+        assert torch.equal(layers[0](x, weights, ids).cpu(), second)  # other weights, at another address
+        layers[0].experts.w2 = w2
         layers[0].close()
         assert len(exchanges) == 1 and torch.equal(layers[1](x, weights, ids).cpu(), second)
         layers[1].close()

@@ -343,7 +343,8 @@ class ExpertParallelMoE(nn.Module):
         """Make the calls of a call that launch kernels of one rank, for the rows that `forward` receives."""
         ranks, topk, scales = self.buffer.group_size, topk_ids.shape[1], self._hidden // SCALE_GROUP
         if self.fused:
-            per_token_cast_to_fp8(x)
+            if self.experts.format == FP8_BLOCK:
+                per_token_cast_to_fp8(x)
             routing = empty_routing(topk_ids, self.num_experts)
             group_by_expert(topk_ids, self.num_experts, out=routing)
             rows, weights = x.new_empty(topk_ids.numel(), self._hidden), torch.empty_like(topk_ids, dtype=torch.float32)

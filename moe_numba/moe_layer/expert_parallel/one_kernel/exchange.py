@@ -91,11 +91,8 @@ class Exchange:
             self.x_scale = section(sizes.scales, sizes.capacity, sizes.scale_words).view(torch.float32)
             self.activated_scale = empty(sizes.capacity, intermediate // FP8_SCALE_BLOCK, dtype=torch.float32)
 
-    def start(self, make: str, grid: int, *arguments: Any) -> None:
-        """Launch the kernel of a definition's ``make``; tensors and None are passed as pointers, after the others."""
-        is_pointer = lambda argument: argument is None or isinstance(argument, torch.Tensor)
-        maps = [argument for argument in arguments if not is_pointer(argument)]
-        tensors = [argument for argument in arguments if is_pointer(argument)]
+    def start(self, make: str, grid: int, *tensors: torch.Tensor | None, maps: Sequence[Any] = ()) -> None:
+        """Launch the kernel of a definition's ``make``, with tensor maps and, behind them, pointers to tensors."""
         self._kernels[make](grid, *maps, *self.runtime.pointers(*tensors))
 
     def close(self) -> None:

@@ -97,17 +97,17 @@ class OneKernel:
         return persistent_ctas(device, 1) // sharing.count(gpu_key(device))
 
     def _prepare(self):
-        given, exchange = self.experts, self.exchange
-        block_k = BLOCK_K_BYTES // exchange.x.itemsize
-        self._maps = [
-            tensor_map_template(tensor, (*box, block_k), swizzle=128, name=name)(tensor)
-            for name, tensor, box in (
-                ("rows", exchange.x, (BOX_ROWS,)),
-                ("w13", given.w13, (1, kernel.COLUMNS)),
-                ("activated", exchange.activated, (BOX_ROWS,)),
-                ("w2", given.w2, (1, kernel.COLUMNS)),
-            )
+        block_k = BLOCK_K_BYTES // self.exchange.x.itemsize
+        boxes = (BOX_ROWS,), (1, kernel.COLUMNS), (BOX_ROWS,), (1, kernel.COLUMNS)
+        self._templates = [
+            tensor_map_template(tensor, (*box, block_k), swizzle=128, name=name)
+            for (name, tensor), box in zip(self._mapped().items(), boxes, strict=True)
         ]
+
+    def _mapped(self):
+        """Return what TMA loads; a call asks again, since the experts' weights may lie elsewhere by then."""
+        given, exchange = self.experts, self.exchange
+        return dict(rows=exchange.x, w13=given.w13, activated=exchange.activated, w2=given.w2)
 
     def _definitions(self, sizes: Sizes, intermediate: int) -> Sequence[KernelDefinition]:
         """Return the kernels of a call that wait for other ranks."""
@@ -159,7 +159,8 @@ class OneKernel:
         tensors = exchange.activated, exchange.activated_scale, exchange.x_scale, given.w13_scale, given.w2_scale
         tensors = *tensors, exchange.lengths, exchange.starts, exchange.done
         tensors = *tensors, rows, scales, tokens_of_rows, first_rows, exchange.places
-        return {"one kernel": partial(exchange.start, "make_one_kernel", self.num_sms, *self._maps, *tensors)}
+        maps = [make(tensor) for make, tensor in zip(self._templates, self._mapped().values(), strict=True)]
+        return {"one kernel": partial(exchange.start, "make_one_kernel", self.num_sms, *tensors, maps=maps)}
 
     def close(self) -> None:
         """Free the shared memory if no other layer uses it; all ranks must call it."""
