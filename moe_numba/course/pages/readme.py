@@ -37,6 +37,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
     return {
         "README.md": {"headline": headline(gpu, root, front=True), "notebooks": _notebooks(root)},
         "docs/records.md": {"records": _records()},
+        "docs/gate_and_alignment.md": {"gate_align": tables.pop("gate_align")},
         "docs/gpus.md": {"gpus": _gpus()},
         "docs/layer_profile.md": {"parts": layer_profile.profile(found["moe_layer"]) if found["moe_layer"] else ""},
         "docs/layer_on_64_gpus.md": {

@@ -169,6 +169,7 @@ FIRST_EDITION = {
 # {bench topic: what it measures}; the last ones belong to no notebook.
 BENCH_TOPICS = {topic.bench: topic.measures for topic in TOPICS if topic.bench} | {
     "first_call": "imports, `warm_up`, and the first call of a layer in a new process",
+    "gate_align": "gate and alignment of few tokens, in two launches and in one",
     "grouped_gemm_tiles": "the tile configurations of the grouped GEMM; writes the package's table of the best ones",
     "models": "Hugging Face Transformers models with their own and with this package's experts and routers",
     "moe_layer_ranks": "experts of a layer that are distributed over two GPUs or more",

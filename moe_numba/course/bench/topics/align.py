@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from moe_numba import biased_grouped_topk, biased_grouped_topk_align, moe_align_block_size
+from moe_numba import moe_align_block_size
 from moe_numba.align import api, reference
 from moe_numba.course.bench import records
 from moe_numba.course.bench.baselines.limits import copy_bandwidth, empty_kernel
@@ -25,7 +25,6 @@ TOKENS = [1, 4, 16, 64, 256, 1024, 2048, 4096, 16384, 65536]
 OTHER_TOKENS = [1, 64, 4096, 65536]
 ALLOCATIONS = 3  # of the outputs: a kernel's time may depend on where they lie; the median of them is recorded
 CALL_TOKENS = 64  # of DeepSeek-V3: the host time of a call hardly depends on them
-GATE = dict(num_expert_group=8, topk_group=4)
 
 
 def measure(peers, quick):
@@ -36,8 +35,6 @@ def measure(peers, quick):
         config = {**DEEPSEEK_V3, "block_size": block_size}
         for tokens in [64, 4096] if quick else TOKENS:
             rows += _measure(config, tokens, peers, bandwidth, main=True)
-        for tokens in [64] if quick else TOKENS:
-            rows += _measure_fused(config, tokens)
     if not quick:
         one_expert = _measure({**DEEPSEEK_V3, "block_size": 16}, 4096, peers, bandwidth, routing=one_expert_routing)
         rows += [{**row, "step": f"{row['step']}, one expert"} for row in one_expert]
@@ -127,35 +124,6 @@ def _measure(config, tokens, peers, bandwidth, main=False, routing=uniform_routi
         )
         for name in steps
         if name in call or not name.endswith(", out=")
-    ]
-
-
-def _measure_fused(config, tokens):
-    """Measure gate and alignment in two launches and in one."""
-    experts, block_size, topk = config["num_experts"], config["block_size"], config["topk"]
-    bias = torch.rand(experts, device="cuda") * 0.2
-    inputs = rotating(lambda: torch.randn(tokens, experts, device="cuda"), tokens * experts * 4)
-    gate_out = torch.empty(tokens, topk, device="cuda"), torch.empty(tokens, topk, dtype=torch.int32, device="cuda")
-    out = api.make_align_outputs(None, tokens * topk, block_size, experts, True, False, bias.device)
-
-    def separate(x):
-        _, ids = biased_grouped_topk(x, bias, topk, **GATE, out=gate_out)
-        moe_align_block_size(ids, block_size, experts, out=out)
-        return *gate_out, *out
-
-    def fused(x):
-        return biased_grouped_topk_align(x, bias, topk, block_size, **GATE, out=(*gate_out, *out))
-
-    expected = [tensor.clone() for tensor in separate(inputs[0])]
-    if not all(map(torch.equal, expected, fused(inputs[0]))):
-        raise AssertionError(f"the fused kernel differs from the two it replaces: {config}, {tokens} tokens")
-    steps = {"gate, then align": separate, "gate and align fused": fused}
-    kernel = kernel_times({n: [lambda x=x, s=s: s(x) for x in inputs] for n, s in steps.items()})
-    call = call_times({n: (lambda s=s: s(inputs[0])) for n, s in steps.items()}) if tokens == CALL_TOKENS else {}
-    config = {**config, **GATE}
-    return [
-        records.row(n, config=config, size={"tokens": tokens}, dtype="float32", kernel=kernel[n], call=call.get(n))
-        for n in steps
     ]
 
 
