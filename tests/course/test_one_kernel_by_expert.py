@@ -222,17 +222,20 @@ WRONG_ONE_KERNEL = {
         "pass",
     ),
     "up has the scales of gate": ("w_1 = w_0 + int64(n_blocks_1 // 2) * k_blocks", "w_1 = w_0"),
-    "columns of the next tile": (
-        "column = int32(n_tile * (BLOCK_N if is_second else COLUMNS))",
-        "column = int32(n_tile * COLUMNS)",
+    "up is the next columns of gate": ("(COLUMNS if is_second else intermediate)", "COLUMNS"),
+    "a tile is described while its slot is in use": (
+        "mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                    describe_tile",
+        "describe_tile",
     ),
+    "a tile is told to no CTA": ("tile = int32(cuda.gridDim.x + atom", "tile = int32(cuda.gridDim.x + 1 + atom"),
+    "the tiles of the call before count": ("range(t, experts + 1, threads)", "range(t, experts, threads)"),
 }
 
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs threads and memory in any order")
 @pytest.mark.parametrize("name", WRONG_ONE_KERNEL)
 def test_a_wrong_one_kernel_is_rejected(name, monkeypatch):
-    plant(monkeypatch, (kernel,), *WRONG_ONE_KERNEL[name])
+    plant(monkeypatch, (kernel, counts), *WRONG_ONE_KERNEL[name])
     state, ranks = make_inputs([3, 5], FP8, hidden=384, intermediate=256)
     waits = (
         dict(timeout=0.1, num_sms=4) if "told" in name or "another rank" in name else {}

@@ -48,7 +48,8 @@ def wait_count(ctx, counter, offset, expected, code, about):
 def make_exchange_counts(sizes: Sizes, pieces: int = 1):
     """Make the kernel, for one CTA with a warp for each rank.
 
-    A row comes back in ``pieces``. ``done`` has a counter for each expert of this rank, which the kernel clears.
+    A row comes back in ``pieces``. ``done`` has a counter for each expert of this rank and another one, all of which
+    the kernel clears.
     """
     ranks, experts, all_experts = sizes.ranks, sizes.experts, sizes.all_experts
     count_flags, counts, threads = sizes.count_flags, sizes.counts, WARP * sizes.ranks
@@ -59,7 +60,7 @@ def make_exchange_counts(sizes: Sizes, pieces: int = 1):
         griddepcontrol_wait()
         griddepcontrol_launch_dependents()
         t, lane, warp = int32(cuda.threadIdx.x), int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        for e in range(t, experts, threads):
+        for e in range(t, experts + 1, threads):
             done[e] = int32(0)
         sequence = int32(state[SEQUENCE] + 1)
         cuda.syncthreads()

@@ -44,8 +44,8 @@ class Exchange:
         Rows that this rank's experts have in this call.
     places : int32 tensor [all experts]
         Where this rank's rows for an expert begin, in the memory of the rank that has it.
-    done : int32 tensor [experts]
-        Counts finished tiles.
+    done : int32 tensor [experts + 1]
+        Counts each expert's finished tiles and, at the end, the tiles that CTAs have taken after their first ones.
     activated, activated_scale : tensors [capacity, intermediate] and [capacity, intermediate / 128]
     users : int
         Layers.
@@ -84,7 +84,7 @@ class Exchange:
         self.back = section(sizes.back, sizes.assignments, sizes.hidden // 2).view(torch.bfloat16)
         empty = partial(torch.empty, dtype=torch.int32, device=self.transport.device)
         self.lengths, self.starts = empty(sizes.experts), empty(sizes.experts + 1)
-        self.places, self.done = empty(sizes.all_experts), empty(sizes.experts)
+        self.places, self.done = empty(sizes.all_experts), empty(sizes.experts + 1)
         self.activated, self.activated_scale = empty(sizes.capacity, intermediate, dtype=dtype), None
         self.x_scale = None
         if is_fp8:

@@ -6,16 +6,17 @@ Every CTA has 12 warps:
   256 rows of weight, gate and up of 128 columns in the first GEMM, 256 columns in the second. The first GEMM's epilogue
   stores silu(gate) * up in FP8 or bfloat16, as rows and weights are, the second one's stores rows in bfloat16 at the
   ranks that have their tokens.
-- One thread of warp 8 looks up the tiles and issues the TMA loads.
+- One thread of warp 8 takes tiles, describes them to the other warps, and issues the TMA loads.
 - Warps 9 and 10 write the factors of 64 rows to every stage (FP8), and where the rows of the second GEMM belong. They
   also count what the consumers have stored: a count is a fence, for which the consumers would have to wait.
 - Warp 11 sends this rank's rows, in the order of the experts, by bulk copies through shared memory. That of the first
   CTA then waits for the rows that come back.
 
 A tile of the first GEMM is loaded when all ranks have sent their rows for its expert, one of the second when all tiles
-of the first one for its expert are stored. All tiles of the first GEMM come before those of the second, and a CTA's
-tiles are in ascending order, so the tile with the lowest number that is not done can always be done: no wait is in
-vain. A wait that lasts too long aborts all ranks, and then every wait ends, so that the kernel does, too.
+of the first one for its expert are stored. All tiles of the first GEMM come before those of the second, and a CTA that
+is ready for another tile takes the next one, so the tile with the lowest number that is not done can always be done: no
+wait is in vain. Which CTA computes a tile depends on time, what it computes does not. A wait that lasts too long aborts
+all ranks, and then every wait ends, so that the kernel does, too.
 """
 
 from functools import cache
@@ -50,7 +51,12 @@ from moe_numba.moe_layer.expert_parallel.one_kernel.counts import CONTEXT, wait_
 from moe_numba.moe_layer.expert_parallel.one_kernel.sizes import EXPECTED, EXPECTED_BACK, WARP, Sizes
 from moe_numba.ptx.accumulators import make_fma_blocks, make_for_each_chunk
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float, rcp_approx
-from moe_numba.ptx.atomics import ld_volatile_s32, red_add_relaxed_gpu_s32, red_add_release_sys_s32
+from moe_numba.ptx.atomics import (
+    atom_add_relaxed_gpu_s32,
+    ld_volatile_s32,
+    red_add_relaxed_gpu_s32,
+    red_add_release_sys_s32,
+)
 from moe_numba.ptx.conversions import FP8_MAX
 from moe_numba.ptx.cp_async import (
     bulk_commit_group,
@@ -88,6 +94,7 @@ from moe_numba.runtime.compile import TENSOR_MAP
 BLOCK_N, COLUMNS, STAGES = 2 * FP8_SCALE_BLOCK, FP8_SCALE_BLOCK, 4  # rows of weight; columns of an accumulator
 BOX_BYTES, HALF_BYTES = BOX_ROWS * BLOCK_K_BYTES, COLUMNS * BLOCK_K_BYTES
 MOVER, PIECE_BYTES = 11, 8192  # of a row that the mover sends at a time, at most
+NO_TILE = -1  # instead of an expert
 bulk_wait, bulk_wait_read = make_bulk_wait_group(0), make_bulk_wait_group_read(0)
 SIGNATURE = (
     *CONTEXT,
@@ -118,13 +125,15 @@ def make_kernel(sizes: Sizes, intermediate: int):
     config = BlockScaledConfig(BLOCK_N, STAGES, silu_and_mul=True, cluster_size=1, max_groups=experts, keep_weight=True)
     layout = BlockScaledLayout(config)
     stage_bytes, x_offset, full, empty = layout.stage_bytes, layout.x_offset, layout.full, layout.empty
-    tiles_offset, tile_info_offset, first_tile = layout.tiles_offset, layout.tile_info_offset, layout.first_tile_offset
+    tile_info_offset, first_tile = layout.tile_info_offset, layout.first_tile_offset
     factor_offset, stage_factors = layout.factor_offset, layout.stage_factors
     epilogue_offset, warp_bytes, half_step = layout.epilogue_offset, layout.epilogue_warp_bytes, HALF_BYTES >> 4
-    # Behind the GEMM's: for each row of a tile its address and rank; barriers of the stores and of the mover; its row.
+    # Behind the GEMM's: for each row of a tile its address and rank; barriers of the stores, of the mover and, for each
+    # stage, of the description of a tile; the mover's row.
     destinations = -(-layout.bytes // 16) * 4
     stored = destinations // 2 + BLOCK_M * 2
-    mover_barrier, staging, row_bytes = stored + 1, -(-8 * (stored + 2) // 128) * 128, 4 * row_words
+    mover_barrier, described = stored + 1, stored + 2
+    staging, row_bytes = -(-8 * (described + STAGES) // 128) * 128, 4 * row_words
     pieces = -(-row_bytes // PIECE_BYTES)
     piece_bytes = -(-row_bytes // (16 * pieces)) * 16
     shared_bytes = staging + piece_bytes
@@ -174,6 +183,26 @@ def make_kernel(sizes: Sizes, intermediate: int):
             tiles = int32(num_tiles(lengths[g], BLOCK_M) * n_tiles_1)
             counter, at, expected = done, g, int32(FACTOR_WARPS * tiles)
         return counter, at, expected
+
+    @cuda.jit(device=True)
+    def describe_tile(smem, stage, row, rows, column, g):
+        """Describe a tile in the slot of its first stage; ``g`` counts the experts of both GEMMs."""
+        st_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage), row, rows, column, g)
+        mbarrier_arrive(smem.barriers, described + stage)
+
+    @cuda.jit(device=True)
+    def next_tile(smem, stage, phases):
+        """Wait until a tile is described; return its rows, column and expert, and the phases of all stages."""
+        mbarrier_wait_parity(smem.barriers, described + stage, (phases >> uint32(stage)) & uint32(1))
+        row, rows, column, g = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
+        return row, rows, column, g, uint32(phases ^ (uint32(1) << uint32(stage)))
+
+    @cuda.jit(device=True)
+    def arrived_tile(smem, stage, phase):
+        """Wait until the first stage of a tile is full; return the tile's rows, column and expert."""
+        mbarrier_wait_parity(smem.barriers, full + stage, phase)
+        row, rows, column, g = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
+        return uniform(row), uniform(rows), uniform(column), uniform(g)
 
     @cuda.jit(device=True)
     def publish_factors(smem, lane, row, stage, phase, x_0, x_1, a, b):
@@ -371,6 +400,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
             for stage in range(STAGES):
                 mbarrier_init(smem.barriers, full + stage, 1 + FACTOR_WARPS)  # the TMA thread and the factors' warps
                 mbarrier_init(smem.barriers, empty + stage, CONSUMER_WARPS)
+                mbarrier_init(smem.barriers, described + stage, 1)
             mbarrier_init(smem.barriers, stored, CONSUMER_WARPS)
             mbarrier_init(smem.barriers, mover_barrier, 1)
             fence_mbarrier_init()
@@ -379,9 +409,6 @@ def make_kernel(sizes: Sizes, intermediate: int):
         # ---- Tiles of rows: an exclusive prefix sum over the experts, in shared memory ----
         problem = Problem(lengths, starts, int32(experts), int32(capacity), int32(0))
         row_tiles = count_tiles(smem, problem, int32(1))
-        tiles = int32(row_tiles * (n_tiles_1 + n_tiles_2))
-        if thread == 0:
-            smem.i32[uint32(tiles_offset)] = tiles
         cuda.syncthreads()
 
         if warp >= CONSUMER_WARPS:
@@ -390,20 +417,18 @@ def make_kernel(sizes: Sizes, intermediate: int):
             if warp == CONSUMER_WARPS and elect_sync(FULL_MASK):
                 # ---- TMA ----
                 stage, phase, policy = int32(0), uint32(1), createpolicy_evict_last()
-                tile = int32(cuda.blockIdx.x)
+                tile, tiles = int32(cuda.blockIdx.x), int32(row_tiles * (n_tiles_1 + n_tiles_2))
                 while tile < tiles:
                     g, is_second, row, rows, n_tile = look_up(smem, problem, row_tiles, tile)
+                    column = int32(n_tile * (BLOCK_N if is_second else COLUMNS))
+                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)
+                    describe_tile(smem, stage, row, rows, column, int32(g + experts) if is_second else g)
                     counter, place, expected = counter_of_rows(ctx, done, lengths, g, is_second)
                     wait_count(ctx, counter, place, expected, DISPATCH_ROWS, g)
                     fence_proxy_async()  # TMA reads what other threads have stored
                     two_boxes, k_blocks = rows > BOX_ROWS, int32(k_blocks_2) if is_second else int32(k_blocks_1)
-                    column = int32(n_tile * (BLOCK_N if is_second else COLUMNS))
                     second = int32(column + (COLUMNS if is_second else intermediate))
                     tma_bytes = int32(x_offset + 2 * BOX_BYTES) if two_boxes else int32(x_offset + BOX_BYTES)
-                    # Describe the tile to the consumers in the slot of its first stage; the full barrier publishes it.
-                    mbarrier_wait_parity(smem.barriers, empty + stage, phase)
-                    published = int32(tile_info_offset + 4 * stage)
-                    st_shared_s32x4(smem.i32, published, row, rows, column, g)
                     for k_block in range(k_blocks):
                         k_at, offset = int32(k_block * block_k), int32(stage * stage_bytes)
                         mbarrier_wait_parity(smem.barriers, empty + stage, phase)
@@ -423,7 +448,10 @@ def make_kernel(sizes: Sizes, intermediate: int):
                             if two_boxes:
                                 tma_load_2d_hint(smem.u8, int32(to + BOX_BYTES), map_rows, 0, k_at, to_1, *end)
                         stage, phase = advance(stage, phase)
-                    tile = int32(tile + cuda.gridDim.x)
+                    tile = int32(cuda.gridDim.x + atom_add_relaxed_gpu_s32(done, experts, int32(1)))
+                mbarrier_wait_parity(smem.barriers, empty + stage, phase)
+                describe_tile(smem, stage, int32(0), int32(0), int32(0), int32(NO_TILE))
+                mbarrier_arrive(smem.barriers, full + stage)
                 griddepcontrol_launch_dependents()
 
             if (warp > CONSUMER_WARPS) & (warp <= CONSUMER_WARPS + FACTOR_WARPS):
@@ -432,10 +460,12 @@ def make_kernel(sizes: Sizes, intermediate: int):
                 # finish that, too; the last tile of the first GEMM at once, since the next may wait for it.
                 zero, one = (float32(0), float32(0), float32(0), float32(0)), int64(1)
                 own_row = int32((warp - CONSUMER_WARPS - 1) * BOX_ROWS + lane)
-                stage, phase, tile = int32(0), uint32(1), int32(cuda.blockIdx.x)
+                stage, phase, phases = int32(0), uint32(1), uint32(0)
                 told, told_g, told_phase = int32(0), int32(0), uint32(0)
-                while tile < tiles:
-                    g, is_second, row, rows, n_tile = look_up(smem, problem, row_tiles, tile)
+                row, rows, column, g, phases = next_tile(smem, stage, phases)
+                while g != NO_TILE:
+                    is_second = g >= experts
+                    g = int32(g - experts) if is_second else g
                     if is_second and told == 1:
                         told_phase = count_stored(ctx, smem, done, told_phase, lane, told, told_g, own_row)
                         told = int32(0)
@@ -446,11 +476,11 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     of_x, of_weight = x_scale, w13_scale
                     if is_second:
                         of_x, of_weight = activated_scale, w2_scale
-                        block = int32(2 * n_tile)
+                        block = int32(column // FP8_SCALE_BLOCK)
                         w_0 = int64(int32(g * n_blocks_2 + block)) * k_blocks
                         w_1 = int64(int32(g * n_blocks_2 + min(block + 1, n_blocks_2 - 1))) * k_blocks
                     else:
-                        w_0 = int64(int32(g * n_blocks_1 + n_tile)) * k_blocks
+                        w_0 = int64(int32(g * n_blocks_1 + column // COLUMNS)) * k_blocks
                         w_1 = w_0 + int64(n_blocks_1 // 2) * k_blocks
                     x_0 = int64(row + own_row) * k_blocks
                     x_1 = x_0 + int64(32) * k_blocks
@@ -485,7 +515,9 @@ def make_kernel(sizes: Sizes, intermediate: int):
                         if count > 3:
                             stage, phase = publish_factors(smem, lane, own_row, stage, phase, s[3], t[3], a[3], b[3])
                     told, told_g = int32(2) if is_second else int32(1), g
-                    tile = int32(tile + cuda.gridDim.x)
+                    row, rows, column, g, phases = next_tile(smem, stage, phases)
+                if lane == 0:
+                    mbarrier_arrive(smem.barriers, full + stage)
                 if told != 0:
                     count_stored(ctx, smem, done, told_phase, lane, told, told_g, own_row)
 
@@ -511,16 +543,12 @@ def make_kernel(sizes: Sizes, intermediate: int):
             u8, barriers = uniform_array(smem.u8), uniform_array(smem.barriers)
             smem = SharedMemory(u8, smem.i32, uniform_array(smem.f32), barriers)
             warp = uniform(warp)
-            tile, tiles_1 = int32(cuda.blockIdx.x), int32(row_tiles * n_tiles_1)
-            while tile < smem.i32[uint32(tiles_offset)]:
+            row, rows, column, g = arrived_tile(smem, stage, phase)
+            while g != NO_TILE:
                 stage, phase = uniform(stage), uint32(uniform(int32(phase)))
-                is_second = tile >= tiles_1
-                mbarrier_wait_parity(smem.barriers, full + stage, phase)
-                row, rows, column, g = ld_shared_s32x4(smem.i32, int32(tile_info_offset + 4 * stage))
-                aborted = (
-                    ld_volatile_s32(local, ABORT_FLAG) != 0
-                )  # then a wait for this tile's rows may have been in vain
-                row, rows, column, g = uniform(row), uniform(rows), uniform(column), uniform(g)
+                is_second = g >= experts
+                # If a rank has aborted, the wait for this tile's rows may have been in vain.
+                aborted = ld_volatile_s32(local, ABORT_FLAG) != 0
                 warpgroup, own_row = int32(warp >> 2), int32(warp * 16)
                 k_blocks = int32(k_blocks_2) if is_second else int32(k_blocks_1)
                 if rows > warpgroup * BOX_ROWS:
@@ -579,6 +607,6 @@ def make_kernel(sizes: Sizes, intermediate: int):
                 cuda.syncwarp()
                 if lane == 0:
                     mbarrier_arrive(smem.barriers, stored)
-                tile = int32(tile + cuda.gridDim.x)
+                row, rows, column, g = arrived_tile(smem, stage, phase)
 
     return one_kernel, shared_bytes
