@@ -12,7 +12,7 @@ from numba import cuda, int32, int64
 from moe_numba.expert_parallel.common.arguments import RankContext
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG
 from moe_numba.expert_parallel.common.poison import adopt_abort
-from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, DISPATCH_ROWS
+from moe_numba.expert_parallel.common.timeout import EXPERT_ROWS, ROWS_BACK
 from moe_numba.moe_layer.expert_parallel.one_kernel.counts import CONTEXT, wait_count
 from moe_numba.moe_layer.expert_parallel.one_kernel.sizes import EXPECTED, EXPECTED_BACK, WARP, Sizes
 from moe_numba.ptx.atomics import ld_volatile_s32, red_add_release_sys_s32
@@ -90,7 +90,7 @@ def make_push_rows(sizes: Sizes):
         # ---- The rows of all ranks ----
         if cuda.blockIdx.x == 0:
             for e in range(t, experts, threads):
-                wait_count(ctx, local, arrived + e, state[EXPECTED + e], DISPATCH_ROWS, e)
+                wait_count(ctx, local, arrived + e, state[EXPECTED + e], EXPERT_ROWS, e)
 
     return push_rows
 
@@ -121,7 +121,7 @@ def make_return_rows(sizes: Sizes):
                 red_add_release_sys_s32(remote, returned, int32(1))
         aborted = int32(0)
         if cuda.blockIdx.x == 0 and t == 0:
-            wait_count(ctx, local, returned, state[EXPECTED_BACK], COMBINE_ROWS, int32(-1))
+            wait_count(ctx, local, returned, state[EXPECTED_BACK], ROWS_BACK, int32(-1))
             aborted = ld_volatile_s32(local, ABORT_FLAG)
         if cuda.syncthreads_or(aborted) != 0:
             adopt_abort(ctx)

@@ -26,7 +26,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba.expert_parallel.common.arguments import RankContext
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG
-from moe_numba.expert_parallel.common.timeout import COMBINE_ROWS, DISPATCH_ROWS, abort
+from moe_numba.expert_parallel.common.timeout import EXPERT_ROWS, ROWS_BACK, abort
 from moe_numba.grouped_gemm.block_scaled.config import (
     BLOCK_M,
     BOX_ROWS,
@@ -424,7 +424,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
                     describe_tile(smem, stage, row, rows, column, int32(g + experts) if is_second else g)
                     counter, place, expected = counter_of_rows(ctx, done, lengths, g, is_second)
-                    wait_count(ctx, counter, place, expected, DISPATCH_ROWS, g)
+                    wait_count(ctx, counter, place, expected, EXPERT_ROWS, g)
                     fence_proxy_async()  # TMA reads what other threads have stored
                     two_boxes, k_blocks = rows > BOX_ROWS, int32(k_blocks_2) if is_second else int32(k_blocks_1)
                     second = int32(column + (COLUMNS if is_second else intermediate))
@@ -527,7 +527,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     send_rows(ctx, smem, x, scales, tokens_of_rows, first_rows, places)
                 aborted = int32(0)
                 if cuda.blockIdx.x == 0 and lane == 0:
-                    wait_count(ctx, local, returned, state[EXPECTED_BACK], COMBINE_ROWS, int32(-1))
+                    wait_count(ctx, local, returned, state[EXPECTED_BACK], ROWS_BACK, int32(-1))
                     aborted = ld_volatile_s32(local, ABORT_FLAG)
                 if cuda.shfl_sync(FULL_MASK, aborted, 0) != 0:
                     if lane == 0:
