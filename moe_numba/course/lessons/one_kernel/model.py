@@ -204,7 +204,7 @@ def measured(record: dict) -> str:
     )
     heads += "one kernel / GEMMs", "one kernel / other layers"
     about = "Times in microseconds, of the slowest rank, with rows in FP8; of the other layers the fastest."
-    return f"{markdown_table(heads, lines)}\n\n{about} {plots.provenance(record)}"
+    return f"{markdown_table(heads, lines)}\n\n{about} {plots.provenance(record, 'Recorded on')}."
 
 
 def chain_us(ranks: int, tokens: int, record: dict | None = None) -> float | None:

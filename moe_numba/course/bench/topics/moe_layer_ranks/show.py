@@ -26,9 +26,9 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
     "low latency": ("low latency", "bf16"),
     "low latency, FP8": ("low latency", "e4m3"),
     "low latency, FP8 both ways": ("low latency, FP8 sums", "e4m3"),
+    "one kernel": ("one kernel", "e4m3"),
     "naive, NCCL": (moe_layer_ranks_measure.NAIVE, "bf16"),
     "launches by expert": ("launches by expert", "e4m3"),
-    "one kernel": ("one kernel", "e4m3"),
     "its GEMMs alone": moe_layer_ranks_measure.GEMMS,
     "dispatch": (PARTS[0], "bf16"),
     "experts": (PARTS[1], "bf16"),
@@ -38,8 +38,9 @@ STEPS = {  # column of the table -> the row's step and the dtype that dispatch s
 }
 LAYERS = [(step, wire) for step in ("final", "low latency") for wire in ("bf16", "e4m3")]
 LAYERS.append(("low latency, FP8 sums", "e4m3"))
-NAIVE = STEPS["naive, NCCL"]
-OTHERS = NAIVE, *(STEPS[name] for name in ("launches by expert", "one kernel", "its GEMMs alone"))
+ONE_KERNEL, NAIVE = STEPS["one kernel"], STEPS["naive, NCCL"]
+OURS = *LAYERS, ONE_KERNEL
+OTHERS = NAIVE, *(STEPS[name] for name in ("launches by expert", "its GEMMs alone"))
 
 
 def measure(peers, quick):
@@ -109,7 +110,7 @@ def predict(record, ranks):
 
 
 def fastest(record, ranks, tokens):
-    """Return the microseconds of the fastest layer on ``ranks`` GPUs; None if it is not recorded."""
+    """Return the microseconds of the fastest layer of launches on ``ranks`` GPUs; None if it is not recorded."""
     steps = medians(record, ranks).get(tokens, {})
     return min((steps[key] for key in LAYERS if key in steps), default=None)
 
@@ -120,7 +121,7 @@ def _table(record, columns, more=(), cells_of=lambda ranks, tokens, steps: []):
     measured = {key for times in found.values() for steps in times.values() for key in steps}
     columns = {name: key for name, key in columns.items() if key in measured}
     names = [*columns, *more]
-    layers = sum(key in LAYERS for key in columns.values())
+    layers = sum(key in OURS for key in columns.values())
     lines = []
     for ranks, times in found.items():
         for tokens, steps in times.items():
@@ -136,14 +137,14 @@ def layers_table(record):
     def published(ranks, tokens, steps):
         return [str(us.get(tokens, "")) if ranks == PREDICTED else "" for us in PUBLISHED.values()]
 
-    columns = {name: key for name, key in STEPS.items() if key in (*LAYERS, *OTHERS)}
+    columns = {name: key for name, key in STEPS.items() if key in (*OURS, *OTHERS)}
     return _table(record, columns, PUBLISHED, published)
 
 
 def about_layers(record):
     """Return what the table of the layers shows, and its unit."""
     by_expert = 'In "launches by expert" and "one kernel" rows travel once for each expert, in FP8. '
-    has_them = records.find(record, step=STEPS["one kernel"][0]) is not None
+    has_them = records.find(record, step=ONE_KERNEL[0]) is not None
     return (
         "Median time of the slowest rank in a CUDA graph, microseconds; our fastest layer is bold. Each GPU has "
         "32 of DeepSeek-V3's experts in FP8 with block scales, and each token 8 experts of all GPUs, drawn "
@@ -162,7 +163,7 @@ def parts_table(record):
             records.format_us(sum_of_parts(steps, "bf16")) if all((part, "bf16") in steps for part in PARTS) else ""
         ]
 
-    columns = {name: key for name, key in STEPS.items() if key not in (*LAYERS, *OTHERS)}
+    columns = {name: key for name, key in STEPS.items() if key not in (*OURS, *OTHERS)}
     return _table(record, columns, ["sum of the parts"], total)
 
 
