@@ -94,6 +94,15 @@ def k(x, out): second((None, x[0]), out)
         "int32* int32*",
         "st.global",
     ),
+    "a tuple of one item that is a result": Reproducer(
+        """
+@far
+def one(x): return (x[0],)
+def k(x, out): out[0] = one(x)[0]
+""",
+        "int32* int32*",
+        "st.global",
+    ),
     "a device function's shared array": Reproducer(
         """
 @far

@@ -41,7 +41,7 @@ def apply():
     kind.get_registered_builder = get_registered_builder
     _pointers_extend_by_sign()
     _atomics_find_the_address_space()
-    _callees_bring_their_shared_arrays()
+    _callees_bring_what_callers_need()
     _tuples_as_arguments()
     _two_calls_with_the_same_star()
     _iterated_tuples_stay_in_registers()
@@ -260,11 +260,18 @@ def _atomics_find_the_address_space():
     lowering_utilities.memref_to_llvm_ptr.__code__ = function.__code__
 
 
-def _callees_bring_their_shared_arrays():
-    """A static shared array of a device function is not copied to its caller's module."""
-    old = "(gpu.GPUFuncOp, func.FuncOp, llvm.GlobalOp)"
-    new = "(gpu.GPUFuncOp, func.FuncOp, llvm.GlobalOp, memref.GlobalOp)"
-    _change_method("build_user_defined_function_call", (old, new))
+def _callees_bring_what_callers_need():
+    """A device function's static shared arrays are not copied to its caller's module.
+
+    And a function that returns a tuple of one item is taken to return the item.
+    """
+    arrays = "(gpu.GPUFuncOp, func.FuncOp, llvm.GlobalOp)"
+    is_tuple = "isinstance(target_type, types.BaseTuple)"
+    _change_method(
+        "build_user_defined_function_call",
+        (arrays, "(gpu.GPUFuncOp, func.FuncOp, llvm.GlobalOp, memref.GlobalOp)"),
+        (f"{is_tuple} and len(callee_function_type) > 1", is_tuple),
+    )
 
 
 def _tuples_as_arguments():
