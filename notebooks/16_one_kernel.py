@@ -639,18 +639,34 @@ exercises.orders.check(...)
 #
 # `ExpertParallelMoE(..., fused=True)` launches [`one_kernel`](../moe_numba/moe_layer/expert_parallel/one_kernel/kernel.py), with the flags of this page and tiles as in [lesson 08](08_block_scales.ipynb): 128 rows by 256 columns, in FP8 or bfloat16, `wgmma`, TMA, four stages.
 # Its CTA has 12 warps: eight consumers, one that issues TMA loads and waits for rows, two that write the factors of FP8 tiles and count, one mover, which copies rows through shared memory by bulk copies.
-# Two things are different:
+# Two things are different here, and a third below:
 #
 # - **Which warps count.** The warps that write factors to every stage do, after the last factors of the next tile, but at once at the change of GEMMs, as the leader of step 6.
 # - **A TMA load reads through the async proxy.** After an acquire, a proxy fence must order it behind what other threads have stored. Here is that wait, and the count:
 
 # %%
-print(page.show_code("wait_count(ctx, counter, place, expected, DISPATCH_ROWS, g)", lines=2))
+print(page.show_code("wait_count(ctx, counter, place, expected, EXPERT_ROWS, g)", lines=2))
 
 # %%
 print(page.show_code("def count_stored"))
 
 # %% [markdown]
+# The third difference is **which CTA computes a tile**. On this page CTA 3 of 132 computes the tiles 3, 135, 267 and so on. An expert with 129 to 192 rows has a tile of 128 rows and, next in the order, one of at most 64, with half of the
+# multiplications. Full and half tiles alternate and 132 is even, so half of the CTAs get the full ones of all such experts. In the package's kernel a CTA that is ready for another tile takes the next one from a counter:
+
+# %%
+print(page.show_code("tile = int32(cuda.gridDim.x + atom_add_relaxed_gpu_s32", lines=1))
+
+# %% [markdown]
+# With 512 tokens an expert has 128 rows on average, so about half of the experts have two tiles. Before you look: how much more than the mean does the CTA multiply that has most?
+
+# %%
+page.show_balance()
+
+# %% [markdown]
+# The argument of step 7 holds as before: tiles are taken in ascending order, so the lowest unfinished one is with a CTA that has finished its earlier ones. Which CTA computes a tile depends on time now, the
+# result does not. [How it is built](../docs/one_kernel.md#how-it-is-built) has what the change gained.
+#
 # And waits have a timeout: a rank that died must end with an error message, not in a loop.
 #
 # ## What did not pay, and when a chain is better
@@ -664,8 +680,7 @@ page.show_records()
 # %% [markdown]
 # Three limits of the idea:
 #
-# - **Few tokens.** A tile has 128 rows of one expert. With few rows per expert a tile is nearly empty, and reading the weights takes all the time. The chain has smaller tiles for that case, and its
-#   low-latency launches cost little: there is not much to hide.
+# - **Few tokens.** With few rows per expert reading the weights takes all the time, for one kernel as for a chain, and the chain's low-latency launches cost little: there is not much to hide.
 # - **SMs set aside for communication** are lost to the GEMMs for the whole launch. A warp in each CTA costs issue slots and L2 bandwidth, of which the GEMMs leave some.
 # - **One expert with all rows.** Then there is one counter, and the kernel waits as in step 2; its rank computes while all others wait. Flags cannot balance load.
 #
@@ -712,7 +727,6 @@ lesson.summary()
 #
 # - **The sum in the moving warps.** A token whose rows are all back could be added up while other rows are still on their way. The movers have time, and the last launch would be gone.
 # - **Pairs of CTAs that share weights.** Two tiles of rows of the same expert load the same weights. In a cluster TMA multicasts them, as in lesson [06](06_hopper_gemm.ipynb).
-# - **A dynamic scheduler.** CTAs take the next tile from a counter. Order and argument stay the same: tiles are taken in ascending order, so the lowest unfinished one is always with a CTA that runs.
 #
 # ## Sources
 #

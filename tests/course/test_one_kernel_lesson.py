@@ -288,8 +288,8 @@ def test_each_step_of_the_model_ends_earlier(ranks):
 
 def test_the_tables_have_lines():
     assert "not recorded" in str(tables.show_records()) or "one kernel" in str(tables.show_records())
-    for table in (tables.show_bounds(), tables.show_bytes(), tables.show_lost(), tables.show_model()):
-        assert len(str(table).splitlines()) > 4
+    for show in (tables.show_bounds, tables.show_bytes, tables.show_lost, tables.show_model, tables.show_balance):
+        assert len(str(show()).splitlines()) > 4
     assert "us" in tables.result() and "us" in tables.tail() and "us" in tables.fences() and "GB/s" in tables.rate()
     assert all("Prediction" in tables.predict(step) for step in model.Steps._fields[1:])
     code = tables.show_code("def count_stored")

@@ -10,7 +10,7 @@ import jupytext
 
 from moe_numba.course import bench
 from moe_numba.course.bench import records
-from moe_numba.course.bench.figures.tables import bold_best
+from moe_numba.course.bench.figures.tables import bold_best, markdown_table
 from moe_numba.course.bench.records import format_us
 from moe_numba.course.lessons.moe_layer import profile as layer_profile
 from moe_numba.course.lessons.one_kernel import model as one_kernel
@@ -46,6 +46,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
         },
         "docs/one_kernel.md": {
             "times": one_kernel.text() if found["moe_layer_ranks"] else "",
+            "balance": markdown_table(("tokens on the GPU", "in turn", "when ready"), one_kernel.balances(), 0),
             "measured": one_kernel.measured(found["moe_layer_ranks"]) if found["moe_layer_ranks"] else "",
         },
         "docs/linked_cuda_cpp.md": {"times": _linked_cuda_cpp(gpu, root)},

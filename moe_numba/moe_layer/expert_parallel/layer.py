@@ -73,9 +73,9 @@ class ExpertParallelMoE(nn.Module):
         in FP8 with block scales, with silu, without biases, on GPUs of compute capability 9.0. Tokens travel in the
         experts' format, once for each of their experts. A rank has at most num_worst_tokens / ranks tokens, which must
         not be 0; ``fp8_dispatch`` has no effect, and ``config``, ``low_latency_tokens`` and ``fp8_combine`` are not
-        allowed. A CUDA graph can capture the call after the first one. Measured on one H200 (32 experts of DeepSeek-V3
-        in FP8): with 4,096 tokens it takes 2787 us, the launches of the other options 2962 to 3117; with 512 tokens
-        they are faster.
+        allowed. A CUDA graph can capture the call after the first one. On one H200 with 32 experts of DeepSeek-V3 in
+        FP8 it is faster than the other options with 512 tokens or more, and as fast with fewer: see
+        docs/one_kernel.md.
 
     Raises
     ------

@@ -8,9 +8,12 @@ the receiver's rows. The first GEMM computes an expert as soon as the rows of al
 stores its rows at the rank that has the token, which adds them up. Warps that the GEMMs do not need move the rows.
 """
 
+import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from moe_numba.course.bench import link, records
 from moe_numba.course.bench.figures import plots
@@ -24,6 +27,7 @@ RANKS, TOKENS = (2, 4, 8), (8, 64, 512, 1024, 4096)
 LAUNCHES = "final", "low latency", "low latency, FP8 sums"  # steps of layers that are chains of launches
 ONE_WAY_US = 1.33  # of a flag that is stored with release, if lesson 11 has no record
 IN_FLIGHT = 8 * 32 * 16  # bytes that a warp has in flight while it adds up 8 rows
+TILE_ROWS, TILE_COLUMNS, CTAS = 128, 256, 132  # of the kernel's tiles, with gate and up in the first GEMM; of an H200
 
 
 class Rates(NamedTuple):
@@ -178,6 +182,34 @@ def _sums_us(of, sent, done, arrived):
         ready = sent.sum * ((e + 1) / EXPERTS) ** TOPK
         summed, now = min(ready, summed + (end - now) * of.sum_warp), end
     return max(arrived, now + (sent.sum - summed) / of.sum_all)
+
+
+class Balance(NamedTuple):
+    """Work of the CTA that has most, relative to the mean: tiles are dealt out in turn, or taken when one is ready."""
+
+    in_turn: float
+    when_ready: float
+
+
+def balance(tokens: int, seed: int = 0) -> Balance:
+    """Count the multiplications of the CTAs of a rank with 32 experts; a tile with at most 64 rows has half of them."""
+    random = np.random.default_rng(seed)
+    chosen = random.permuted(np.tile(np.arange(EXPERTS), (tokens, 1)), axis=1)[:, :TOPK]
+    work = []
+    for k, columns in ((HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN)):
+        for rows in np.bincount(chosen.ravel(), minlength=EXPERTS):
+            tiles = [k * (1 if rows - first <= TILE_ROWS // 2 else 2) for first in range(0, int(rows), TILE_ROWS)]
+            work += tiles * (columns // TILE_COLUMNS)
+    loads = [0] * CTAS
+    for each in work:
+        heapq.heappush(loads, heapq.heappop(loads) + each)
+    mean = sum(work) / CTAS
+    return Balance(max(sum(work[cta::CTAS]) for cta in range(CTAS)) / mean, max(loads) / mean)
+
+
+def balances() -> list[list[str]]:
+    """Return the cells of a table: tokens of a rank, and `balance` with two decimals."""
+    return [[f"{tokens:,}", *(f"{share:.2f}" for share in balance(tokens))] for tokens in TOKENS]
 
 
 def measured(record: dict) -> str:

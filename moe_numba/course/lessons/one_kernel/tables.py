@@ -24,8 +24,8 @@ BY_EXPERT = {
     "one kernel": "one kernel",
     "its GEMMs alone": "part: GEMMs by expert",
 }
-PACKAGE_TILE, PACKAGE_COLUMNS = 128, (128, 256)  # rows; columns of the results of its two GEMMs
-SMS = 132
+PACKAGE_COLUMNS = model.TILE_COLUMNS // 2, model.TILE_COLUMNS  # of the results of the package's two GEMMs
+SMS = model.CTAS
 NOT_RECORDED = "not recorded"
 
 
@@ -48,11 +48,12 @@ def _us(us):
 def result() -> str:
     """Return what one kernel reaches with many tokens, in numbers of the record, as far as it has them."""
     record, lines = records.read(RECORD), []
-    for ranks in (2, LARGEST):
+    for ranks in (1, 2, LARGEST):
         chain, kernel = model.chain_us(ranks, MANY), _recorded("one kernel", ranks)
         found = f"{kernel:.0f} us in one kernel" if kernel else "one kernel not recorded"
-        predicted = model.one_kernel(rates(), ranks, MANY).sums
-        lines.append(f"{ranks} GPUs: {_us(chain)} us as a chain of launches, {found} (the model says {predicted:.0f})")
+        if ranks > 1:  # the model is of links
+            found += f" (the model says {model.one_kernel(rates(), ranks, MANY).sums:.0f})"
+        lines.append(f"{ranks} GPU{'s' * (ranks > 1)}: {_us(chain)} us as a chain of launches, {found}")
     return f"{MANY} tokens on each GPU, DeepSeek-V3's experts in FP8, H200, {record['date'][:10]}. " + "; ".join(lines)
 
 
@@ -116,7 +117,7 @@ def tail() -> str:
 
 def _tiles():
     """Return the tiles of the package's two GEMMs, if all experts have as many rows."""
-    row_tiles = MANY * model.TOPK / PACKAGE_TILE
+    row_tiles = MANY * model.TOPK / model.TILE_ROWS
     first, second = (
         columns / tile for columns, tile in zip((model.INTERMEDIATE, model.HIDDEN), PACKAGE_COLUMNS, strict=True)
     )
@@ -237,7 +238,7 @@ def _first_lines(text, most):
 def show_records() -> Table:
     """Return a table of recorded layers: the chain, launches by expert, one kernel, its GEMMs."""
     lines = []
-    for ranks in model.RANKS:
+    for ranks in (1, *model.RANKS):
         for tokens in (8, 64, 512, MANY):
             chain = model.chain_us(ranks, tokens)
             found = [_recorded(step, ranks, tokens) for step in BY_EXPERT.values()]
@@ -251,11 +252,18 @@ def show_lost() -> Table:
     lines = []
     for tokens in (64, 512, MANY):
         before, after = (_recorded(step, 2, tokens) for step in ("final", "combine during the sum"))
-        lines.append(["combine starts during the weighted sum", str(tokens), _us(before), _us(after)])
-    for tokens in (8, 64, 512):
-        before, after = model.chain_us(2, tokens), _recorded("one kernel", 2, tokens)
-        lines.append(["one kernel with few tokens", str(tokens), _us(before), _us(after)])
-    return Table(["change, 2 GPUs", "tokens on each", "us before", "us after"], lines)
+        lines.append(["combine starts during the weighted sum", "2", str(tokens), _us(before), _us(after)])
+    for tokens in (8, 64):
+        before, after = model.chain_us(1, tokens), _recorded("one kernel", 1, tokens)
+        lines.append(["one kernel with few tokens", "1", str(tokens), _us(before), _us(after)])
+    return Table(["change", "GPUs", "tokens on each", "us before", "us after"], lines)
+
+
+def show_balance() -> Table:
+    """Return a table of the work of the CTA that has most, for two ways to share the tiles."""
+    heads = ["tokens on each GPU", "tiles in turn: most work / mean", "tiles when ready: most work / mean"]
+    about = f"Counted multiplications, {model.CTAS} CTAs, 32 experts on the GPU; a tile of at most 64 rows has half."
+    return Table(heads, model.balances(), about)
 
 
 def timelines() -> dict[int, tuple[float, model.Timeline]]:
