@@ -10,14 +10,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import moe_numba  # noqa: F401, I001  before Numba: this import chooses the simulator or the GPU
 
 import contextlib
+import functools
 import gc
 import sys
+from unittest import mock
 
 import pytest
 from helpers.measure_costs import CostWriter
 from helpers.suite import SHARDS, Suite, parse_shard, read_costs, shard_of_commit
 
 from moe_numba import simulator
+from moe_numba.runtime import compilers, sass
 from moe_numba.runtime.device import gpu_like, gpu_of
 
 # Processes that tests start import this clone's package, and find what this process finds.
@@ -74,6 +77,21 @@ CAPABILITIES = {
         "test_wgmma",
     },
 }
+
+
+def with_default_compiler(function):
+    """Return a function that does the same with the default compiler, in the processes that it starts."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        with mock.patch.dict(os.environ, {compilers.VARIABLE: compilers.DEFAULT}):
+            return function(*args, **options)
+
+    return call
+
+
+# The limits of registers and instructions that tests know are numba-cuda's; docs/compilers.md has the other compiler's.
+sass.compile_apart = with_default_compiler(sass.compile_apart)
 
 
 def pytest_addoption(parser):
