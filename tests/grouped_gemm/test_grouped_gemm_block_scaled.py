@@ -8,8 +8,10 @@ from helpers.wrong_kernels import changed_maker, is_rejected
 from moe_numba import simulator  # before numba: it chooses the engine
 
 # isort: split
+from numba import cuda, float32, int32, uint8, uint64
+
 from moe_numba.grouped_gemm import reference
-from moe_numba.grouped_gemm.block_scaled import epilogue, kernel, pairs
+from moe_numba.grouped_gemm.block_scaled import balanced, epilogue, kernel, pairs
 from moe_numba.grouped_gemm.block_scaled.config import (
     BOX_ROWS,
     BlockScaledConfig,
@@ -20,7 +22,8 @@ from moe_numba.grouped_gemm.block_scaled.config import (
 )
 from moe_numba.grouped_gemm.call.checks import scale_strides
 from moe_numba.grouped_gemm.common import gather
-from moe_numba.grouped_gemm.common.constants import THREADS
+from moe_numba.grouped_gemm.common.constants import THREADS, SharedMemory
+from moe_numba.grouped_gemm.common.scheduler import Problem
 from moe_numba.grouped_gemm.reference import FP8, mismatch
 from moe_numba.grouped_gemm.wgmma.config import GemmConfig
 from moe_numba.runtime.device import H200
@@ -29,6 +32,7 @@ from moe_numba.runtime.tensor_map import TensorMap
 
 SMALL = BlockScaledConfig(stages=3, max_groups=8)
 ALONE = SMALL._replace(cluster_size=1)  # CTAs that compute no pairs of tiles
+BALANCED = ALONE._replace(balanced=True)
 BY_BLOCKS = GemmConfig(scaling="block")  # make_problem's dtype and scales
 
 
@@ -78,6 +82,71 @@ def test_group_sizes(pattern, device):
     assert torch.equal(torch.nan_to_num(run(SMALL, p)), torch.nan_to_num(expected))
 
 
+@pytest.mark.parametrize("pattern", LENGTHS)
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_balanced_tiles(blocks, pattern, device):
+    p = problem(LENGTHS[pattern], 400, 256, device)
+    found = run(BALANCED, p, blocks=blocks)
+    assert mismatch(found, p.expected) is None
+    assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(run(ALONE, p)))
+
+
+@pytest.mark.parametrize("change", [dict(row_layout="offsets"), dict(row_layout="masked"), dict(gather=True)], ids=str)
+def test_balanced_tiles_of_other_layouts(change, device):
+    config = BALANCED._replace(**change)
+    p = problem([3, 0, 80, 150], 400, 256, device, config.row_layout)
+    p = scatter(p) if config.gather else p
+    assert mismatch(run(config, p, blocks=3), p.expected) is None
+
+
+@pytest.mark.parametrize("lengths", [[150] * 8, [64, 0, 200, 129, 1, 300, 0, 193], [0] * 8, [128] * 8, [5] * 8])
+@pytest.mark.parametrize("ctas", [1, 4, 7])
+def test_balanced_ctas_get_as_many_tiles_of_each_kind(ctas, lengths, device):
+    """Each tile once, in the order of the groups."""
+    columns, most = 3, 64
+    config, found = BALANCED._replace(max_groups=8), torch.full((ctas, most, 4), -1, dtype=torch.int32, device=device)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = (lengths.cumsum(0) - lengths).int()
+    layout = BlockScaledLayout(config)
+    arguments = lengths, starts, len(lengths), columns, most, found
+    launch(tiles_of_ctas(config, layout), ctas, THREADS, *arguments, shared_bytes=layout.bytes)
+    tiles = [[tuple(tile) for tile in rows if tile[0] >= 0] for rows in found.tolist()]
+    starts, wanted = starts.tolist(), []
+    for g, count in enumerate(lengths.tolist()):
+        rows = [(starts[g] + at, min(count - at, 128)) for at in range(0, count, 128)]
+        wanted += [(g, *row, n) for row in rows for n in range(columns)]
+    assert sorted(sum(tiles, [])) == sorted(wanted)
+    for is_half in (False, True):
+        shares = [sum((rows <= 64) == is_half for _, _, rows, _ in of_cta) for of_cta in tiles]
+        assert max(shares) - min(shares) <= 1
+    assert all([g for g, *_ in of_cta] == sorted(g for g, *_ in of_cta) for of_cta in tiles)
+
+
+def tiles_of_ctas(config, layout):
+    """Make a kernel that writes the group, rows and columns of each CTA's tiles to ``out [ctas, most, 4]``."""
+    count_tiles, look_up_tile = balanced.make_balanced_tiles(config, layout)
+
+    @cuda.jit
+    def write_tiles(lengths, starts, groups, columns, most, out):
+        smem = SharedMemory(
+            cuda.shared.array(0, uint8, 1024),
+            cuda.shared.array(0, int32, 1024),
+            cuda.shared.array(0, float32, 1024),
+            cuda.shared.array(0, uint64, 1024),
+        )
+        problem = Problem(lengths, starts, groups, int32(1 << 20), int32(0))
+        tiles = count_tiles(smem, problem, columns)
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0:
+            walk = balanced.first_walk()
+            for i in range(tiles):
+                info, _, walk = look_up_tile(smem, problem, int32(i), walk)
+                at = int32(4 * (cuda.blockIdx.x * most + i))
+                out[at], out[at + 1], out[at + 2], out[at + 3] = info.group, info.row, info.rows, info.n_tile
+
+    return write_tiles
+
+
 # Groups of 3 to 7 blocks of 64 rows; 3, 2 and 1 tiles of columns.
 @pytest.mark.parametrize("lengths, n", [([192, 256], 400), ([257, 0, 321], 208), ([385, 193], 192)])
 def test_pairs_of_tiles(lengths, n, device):
@@ -108,6 +177,7 @@ def test_early_test_of_the_next_stage(lengths, device):
         (dict(silu_and_mul=True), "block_n is 192; it must be 256 with silu_and_mul"),
         (dict(block_n=256, stages=4, gather=True), "cluster_size is 2; with block_n 256 and gather it must be 1"),
         (dict(cluster_size=4), "cluster_size is 4; it must be 1 or 2"),
+        (dict(balanced=True), "cluster_size is 2; with balanced it must be 1"),
         (dict(stages=2), "stages is 2; it must be 3 or more"),
         (dict(stages=6), "needs .* bytes of shared memory"),
     ],
@@ -306,6 +376,27 @@ def test_wrong_kernels_are_rejected(what, device):
     make_kernel = changed_maker(kernel, "make_kernel", *WRONG[what])
     p = problem([70, 11], 192, 768, device)
     attempt = lambda seed: mismatch(run(ALONE, p, blocks=1, seed=seed, make_kernel=make_kernel), p.expected)
+    assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
+
+
+WRONG_BALANCED = {
+    "half tiles have the rows of the one before": (
+        balanced,
+        "int32(half - smem.i32[uint32(first_half + g)]), full_of_group",
+        "int32(half - smem.i32[uint32(first_half + g)]), int32(full_of_group - 1)",
+    ),
+    "a half tile is left out": (balanced, "share(half, walk[1])", "share(half, int32(walk[1] + 1))"),
+    "half tiles are those of another group": (balanced, "g = g_half if is_half else g", "g = g"),
+    "the last half tiles are left out": (balanced, " | (full >= smem.i32[uint32(total)])", ""),
+    "a tile is computed twice": (balanced, "half = int32(half + cuda.gridDim.x)", "half = half"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BALANCED)
+def test_wrong_balanced_tiles_are_rejected(what, device):
+    make_kernel = changed_maker(kernel, "make_kernel", *WRONG_BALANCED[what])
+    p = problem([70, 11, 130], 400, 256, device)
+    attempt = lambda seed: mismatch(run(BALANCED, p, blocks=2, seed=seed, make_kernel=make_kernel), p.expected)
     assert is_rejected(attempt), f"the check accepts a kernel in which {what}"
 
 

@@ -41,6 +41,7 @@ class BlockScaledConfig(NamedTuple):
     early_test: bool = False  # with 256 columns: test the next stage's barrier before the last FFMAs of a stage
     gather: bool = False  # rows of x are read through an array of row indices
     cluster_size: int = 2  # CTAs that compute a pair of tiles, see ``pairs.py``; or 1
+    balanced: bool = False  # with cluster_size 1: deal out full and half tiles apart, see ``balanced.py``
     # Block scales as packed UE8M0 exponents instead of float32, see `block_scales.py`:
     packed_x_scale: bool = False
     # Scales of four blocks of k, from a multiple of four on, are 16 contiguous and aligned bytes:
@@ -151,9 +152,19 @@ class BlockScaledLayout:
         return self.warp_sums_offset + WARPS
 
     @property
-    def tiles_offset(self) -> int:
-        """i32: the number of tiles of all groups."""
+    def first_half_tile_offset(self) -> int:
+        """i32: with ``balanced``, the first half tile of each group."""
         return self.first_tile_offset + self.config.max_groups
+
+    @property
+    def total_offset(self) -> int:
+        """i32: with ``balanced``, the number of full tiles of all groups."""
+        return self.first_half_tile_offset + self.config.max_groups
+
+    @property
+    def tiles_offset(self) -> int:
+        """i32: the number of tiles of all groups; with ``balanced`` those of this CTA."""
+        return self.total_offset + 1 if self.config.balanced else self.first_half_tile_offset
 
     @property
     def subtile_bytes(self) -> int:
@@ -192,6 +203,8 @@ def check_block_scaled_config(config: BlockScaledConfig) -> None:
         raise ValueError(f"cluster_size is {config.cluster_size}; it must be 1 or 2")
     if config.needs_registers and config.gather:
         raise ValueError(f"cluster_size is 2; with block_n {config.block_n} and gather it must be 1 (registers)")
+    if config.balanced and config.cluster_size != 1:
+        raise ValueError(f"cluster_size is {config.cluster_size}; with balanced it must be 1")
     if config.stages < AUX_PRODUCER_WARPS:
         # A warp that handles every third stage could mistake a phase of its barrier for the one after the next.
         raise ValueError(f"stages is {config.stages}; it must be {AUX_PRODUCER_WARPS} or more")

@@ -46,18 +46,18 @@ def pairs_of_group(rows, n_tiles):
 
 @cache
 def make_look_up_tile(config, layout):
-    """Make ``tile, shares_weight = look_up_tile(smem, problem, number)``, to be called after ``count_tiles``.
+    """Make ``tile, shares_weight, walk = look_up_tile(smem, problem, number, walk)``, for after ``count_tiles``.
 
     In a cluster of two CTAs it returns this CTA's tile of pair ``number``. A tile of columns may then lie beyond the
-    weight, if their number is odd. Pairs with the same columns follow one another.
+    weight, if their number is odd. Pairs with the same columns follow one another. ``walk`` is for ``balanced.py``.
     """
     pairs, first_pair, tile_rows = config.cluster_size == 2, layout.first_tile_offset, TILE_BLOCKS * BLOCK_ROWS
     get_tile, group_rows = make_get_tile(config, layout, even=False), make_group_rows(config.row_layout)
 
     @cuda.jit(device=True)
-    def look_up_tile(smem, problem, number):
+    def look_up_tile(smem, problem, number, walk):
         if not pairs:
-            return get_tile(smem, problem, number), False
+            return get_tile(smem, problem, number), False, walk
         g = find_group(smem.i32, first_pair, problem.groups, number)
         first, count = group_rows(problem, g)
         sharing, left = count_pairs(count)
@@ -80,6 +80,6 @@ def make_look_up_tile(config, layout):
         else:
             begin, end, n_tile = int32(blocks - left), blocks, int32(n_tile + rank)
         begin, end = int32(begin * BLOCK_ROWS), int32(min(end * BLOCK_ROWS, count))
-        return TileInfo(g, int32(first + begin), int32(end - begin), int32(tile_rows), n_tile), shares_weight
+        return TileInfo(g, int32(first + begin), int32(end - begin), int32(tile_rows), n_tile), shares_weight, walk
 
     return look_up_tile

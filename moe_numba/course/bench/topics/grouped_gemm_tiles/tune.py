@@ -128,7 +128,9 @@ def block_scaled_candidates(silu_and_mul):
             )
             found.append(with_most_stages(config, BlockScaledLayout))
     widest = found[-2:]  # which keep weights in L2, alone and in pairs
-    return [*found, *(config._replace(early_test=True) for config in widest)]
+    found += [config._replace(early_test=True) for config in widest]
+    alone = [config for config in found if config.keep_weight and config.cluster_size == 1]
+    return [*found, *(with_most_stages(config._replace(balanced=True), BlockScaledLayout) for config in alone)]
 
 
 def mxfp4_candidates():
@@ -151,7 +153,7 @@ def name_of(config):
     """Return a name that tells a configuration from all other candidates of its kind."""
     if isinstance(config, BlockScaledConfig):
         name = f"rows of x by {config.block_n}" + ", weights kept in L2" * config.keep_weight
-        name += ", early test" * config.early_test
+        name += ", early test" * config.early_test + ", balanced" * config.balanced
     else:
         name = "/".join(map(str, config.mma_n)) + f" x {config.m_subtiles}" * (config.m_subtiles > 1)
         name += f", bands of {band_rows} rows" if (band_rows := getattr(config, "band_rows", 0)) else ""
