@@ -112,12 +112,7 @@ class OneKernel:
     def _definitions(self, sizes: Sizes, intermediate: int) -> Sequence[KernelDefinition]:
         """Return the kernels of a call that wait for other ranks."""
         check_gpu(self.runtime.transport.device)
-        pieces, one_kernel = kernel.columns_tiles(sizes), kernel.make_kernel(sizes, intermediate)
-        of_counts = (sizes, pieces), counts.COUNTS_SIGNATURE, WARP * sizes.ranks
-        return (
-            KernelDefinition(counts.make_exchange_counts, *of_counts),
-            KernelDefinition(kernel.make_one_kernel, (sizes, intermediate), kernel.SIGNATURE, THREADS, one_kernel[1]),
-        )
+        return kernels_of(sizes, intermediate)
 
     def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """Compute the experts of this rank's tokens; parameters and result as of ``ExpertParallelMoE``."""
@@ -168,6 +163,16 @@ class OneKernel:
             self.exchange.users -= 1
             if not self.exchange.users:
                 self.runtime.exchanges.pop(self._key).close()
+
+
+def kernels_of(sizes: Sizes, intermediate: int) -> Sequence[KernelDefinition]:
+    """Return the kernels of a call that wait for other ranks: the exchange of counts, and the one kernel."""
+    pieces, (_, shared_bytes) = kernel.columns_tiles(sizes), kernel.make_kernel(sizes, intermediate)
+    of_counts = (sizes, pieces), counts.COUNTS_SIGNATURE, WARP * sizes.ranks
+    return (
+        KernelDefinition(counts.make_exchange_counts, *of_counts),
+        KernelDefinition(kernel.make_one_kernel, (sizes, intermediate), kernel.SIGNATURE, THREADS, shared_bytes),
+    )
 
 
 def check_gpu(device: torch.device) -> None:

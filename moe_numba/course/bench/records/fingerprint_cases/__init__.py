@@ -6,13 +6,13 @@ arbitrary.
 """
 
 from moe_numba.course.bench.records.fingerprint_cases.articles import articles
-from moe_numba.course.bench.records.fingerprint_cases.expert_parallel import expert_parallel, low_latency
+from moe_numba.course.bench.records.fingerprint_cases.expert_parallel import expert_parallel, low_latency, one_kernel
 from moe_numba.course.bench.records.fingerprint_cases.grouped_gemm import grouped_gemm, grouped_gemm_backward
 from moe_numba.course.bench.records.fingerprint_cases.moe_layer import decode, moe_layer
 from moe_numba.course.bench.records.fingerprint_cases.routing import align, gate, gate_align, shared_experts
 
 _GENERATORS = (
     *(gate, align, gate_align, shared_experts, grouped_gemm, grouped_gemm_backward, moe_layer, decode),
-    *(expert_parallel, low_latency, articles),
+    *(expert_parallel, low_latency, one_kernel, articles),
 )
 CASES = {generator.__name__: generator for generator in _GENERATORS}

@@ -1,4 +1,4 @@
-"""Launches of expert parallelism: layout, dispatch and combine, and the low-latency pair."""
+"""Launches of expert parallelism: layout, dispatch and combine, the low-latency pair, and one kernel for a layer."""
 
 from types import SimpleNamespace
 
@@ -61,15 +61,17 @@ def expert_parallel():
                 yield f"combine {ranks} {sms} {topk} {biases}", lambda: launch_plans.plan_combine(fake(ranks), *given)()
 
 
+def _launch(kernel):
+    from moe_numba.runtime.launch import launcher
+
+    options = dict(launch_bounds=kernel.block, shared_bytes=kernel.shared_bytes, dependent=True)
+    launcher(kernel.make(*kernel.constants), kernel.signature, 0, **options)(1, kernel.block, 0)
+
+
 def low_latency():
     from moe_numba.course.bench.topics.low_latency.measure import LOW_LATENCY
     from moe_numba.expert_parallel.low_latency.config import shape_of_options
     from moe_numba.expert_parallel.low_latency.exchange import RECEIVE, SEND, exchange_kernels
-    from moe_numba.runtime.launch import launcher
-
-    def launch(kernel):
-        options = dict(launch_bounds=kernel.block, shared_bytes=kernel.shared_bytes, dependent=True)
-        launcher(kernel.make(*kernel.constants), kernel.signature, 0, **options)(1, kernel.block, 0)
 
     sizes = 7168, 256, 8  # hidden, experts, experts per token
     ue8m0 = dict(use_fp8=True, round_scale=True, use_ue8m0=True)
@@ -77,8 +79,8 @@ def low_latency():
         for tokens in (1, 128):
             for (step, dtype), options in LOW_LATENCY.items():
                 dispatch, combine = exchange_kernels(shape_of_options(ranks, tokens, *sizes, **options))
-                yield f"dispatch {ranks} {tokens} {step} {dtype}", lambda: launch(dispatch)
-                yield f"combine {ranks} {tokens} {step} {dtype}", lambda: launch(combine)
+                yield f"dispatch {ranks} {tokens} {step} {dtype}", lambda: _launch(dispatch)
+                yield f"combine {ranks} {tokens} {step} {dtype}", lambda: _launch(combine)
     packed, with_exponents = shape_of_options(8, 128, *sizes), shape_of_options(8, 128, *sizes, **ue8m0)
     for name, kernels in {
         "ue8m0": exchange_kernels(with_exponents)[:1],
@@ -87,4 +89,16 @@ def low_latency():
         "receives": exchange_kernels(packed, phase=RECEIVE),
     }.items():
         for operation, kernel in zip(("dispatch", "combine"), kernels, strict=False):
-            yield f"{operation} 8 128 {name}", lambda: launch(kernel)
+            yield f"{operation} 8 128 {name}", lambda: _launch(kernel)
+
+
+def one_kernel():
+    from moe_numba.moe_layer.expert_parallel.one_kernel.layer import kernels_of
+    from moe_numba.moe_layer.expert_parallel.one_kernel.sizes import Sizes
+
+    experts, hidden, intermediate, topk, tokens = 32, 7168, 2048, 8, 4096  # on each rank
+    for ranks in (1, 2, 8):
+        for name, row_words, scale_words in (("fp8", hidden // 4, hidden // 128), ("bf16", hidden // 2, 0)):
+            sizes = Sizes(ranks, experts, hidden, topk, tokens, row_words, scale_words)
+            for kernel in kernels_of(sizes, intermediate):
+                yield f"{kernel.make.__name__.removeprefix('make_')} {ranks} {name}", lambda: _launch(kernel)
