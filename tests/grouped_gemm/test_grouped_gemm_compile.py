@@ -1,7 +1,7 @@
 """Machine code of the grouped GEMM: instructions, warnings and spills; no GPU is needed."""
 
 import pytest
-from helpers.machine_code import compiler_before
+from helpers.machine_code import compiler_before, main_loops
 from helpers.once_per_run import once_per_run
 
 from moe_numba.grouped_gemm.block_scaled.config import BlockScaledConfig
@@ -147,8 +147,4 @@ def test_consumer_warps_do_not_spill(name, reports):
     if name in CONFIGS and "blocks" not in name:  # with block scales producers, prologue and epilogue may spill
         # With float32 a few values are spilled that a consumer warp reads once per tile.
         assert code.spilled_bytes <= (96 if name == "float32" else 0)
-    opcodes = [opcode.split(".")[0] for opcode in code.opcodes]
-    inner = [(a, b) for a, b in code.loops if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in code.loops)]
-    bodies = [opcodes[first : last + 1] for first, last in inner]
-    main_loops = [body for body in bodies if {"QGMMA", "HGMMA"} & set(body)]
-    assert main_loops and not any({"LDL", "STL"} & set(body) for body in main_loops)
+    assert not any({"LDL", "STL"} & body for body in main_loops(code))

@@ -15,3 +15,12 @@ def is_dependent_launch(report):
 def compiler_before(*cuda_version):
     """Return whether the compiler is older than that of a CUDA version, such as ``compiler_before(13, 5)``."""
     return nvjitlink.version() < cuda_version
+
+
+def main_loops(code):
+    """Return the instructions of each innermost loop with a wgmma, as sets of names; there is one at least."""
+    opcodes = [opcode.split(".")[0] for opcode in code.opcodes]
+    inner = [(a, b) for a, b in code.loops if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in code.loops)]
+    found = [body for first, last in inner if {"QGMMA", "HGMMA"} & (body := set(opcodes[first : last + 1]))]
+    assert found
+    return found
