@@ -232,15 +232,17 @@ WRONG_ONE_KERNEL = {
 }
 
 
+LAST_IS_FIRST = dict(timeout=0.1, num_sms=4)  # the last tile of a CTA is its first, too
+OPTIONS = {"told": LAST_IS_FIRST, "another rank": LAST_IS_FIRST, "slot": dict(num_sms=1)}  # the more tiles for a CTA
+
+
 @pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs threads and memory in any order")
 @pytest.mark.parametrize("name", WRONG_ONE_KERNEL)
 def test_a_wrong_one_kernel_is_rejected(name, monkeypatch):
     plant(monkeypatch, (kernel, counts), *WRONG_ONE_KERNEL[name])
     state, ranks = make_inputs([3, 5], FP8, hidden=384, intermediate=256)
-    waits = (
-        dict(timeout=0.1, num_sms=4) if "told" in name or "another rank" in name else {}
-    )  # the last tile of a CTA is its first, too
-    attempt = lambda seed: run(state, ranks, FP8, seed=seed, kind=OneKernel, **waits)
+    options = next((options for word, options in OPTIONS.items() if word in name), {})
+    attempt = lambda seed: run(state, ranks, FP8, seed=seed, kind=OneKernel, **options)
     assert any(fails(attempt, seed, state, ranks) for seed in range(8))
 
 
