@@ -203,20 +203,37 @@ def test_a_wrong_kernel_is_rejected(name, monkeypatch):
     assert any(fails(attempt, seed, state, ranks) for seed in range(8))
 
 
-WRONG_ONE_KERNEL = {
-    "TMA does not wait for rows": ("wait_count(ctx, counter, place, expected, EXPERT_ROWS, g)", "pass"),
-    "factors do not wait for scales": ("wait_or_leave(ctx, counter, place, expected)", "pass"),
+LAST_IS_FIRST = dict(timeout=0.1, num_sms=4)  # the last tile of a CTA is its first, too
+MORE_TILES, TWO_CALLS = dict(num_sms=1), dict(calls=2, timeout=0.1)
+DESCRIBED = "describe_tile(smem, stage, row, rows, column, int32(g + experts) if is_second else g)\n"
+WAITS = (
+    "counter, place, expected, code = counter_of_rows(ctx, done, lengths, g, is_second)\n"
+    "                    wait_count(ctx, counter, place, expected, code, g)\n"
+)
+WRONG_ONE_KERNEL = {  # what is right, what is wrong, and options of `run`
+    "TMA does not wait for rows": ("wait_count(ctx, counter, place, expected, code, g)", "pass"),
+    "factors do not wait for scales": ("wait_too(ctx, counter, place, expected)", "pass"),
     "the second GEMM waits for one warp": ("int32(FACTOR_WARPS * tiles)", "int32(1)"),
     "rows are counted before they are stored": ("mbarrier_wait_parity(smem.barriers, stored, phase)", "pass"),
     "activations are not released": ("                fence_acq_rel_gpu()\n", ""),
-    "the last rows of the first GEMM are told late": ("if is_second and told == 1:", "if is_second and told == 3:"),
+    "the last rows of the first GEMM are told late": (
+        "if is_second and told == 1:",
+        "if is_second and told == 3:",
+        LAST_IS_FIRST,
+    ),
     "the last rows are not told": (
         "if told != 0:\n                    count",
         "if told == 3:\n                    count",
+        LAST_IS_FIRST,
+    ),
+    "a tile is described when its rows are there": (
+        f"{DESCRIBED}                    {WAITS}",
+        f"{WAITS}                    {DESCRIBED}",
+        LAST_IS_FIRST,
     ),
     "rows are counted before they are written": ("                    bulk_wait()  # the rows are written\n", ""),
     "a row overwrites the one before": ("                        bulk_wait_read()  # the", "                        #"),
-    "rows are counted for another rank": ("source_0 == s", "source_0 == 0"),
+    "rows are counted for another rank": ("source_0 == s", "source_0 == 0", LAST_IS_FIRST),
     "the wait for rows that come back is missing": (
         "wait_count(ctx, local, returned, state[EXPECTED_BACK], ROWS_BACK, int32(-1))",
         "pass",
@@ -224,25 +241,31 @@ WRONG_ONE_KERNEL = {
     "up has the scales of gate": ("w_1 = w_0 + int64(n_blocks_1 // 2) * k_blocks", "w_1 = w_0"),
     "up is the next columns of gate": ("(COLUMNS if is_second else intermediate)", "COLUMNS"),
     "a tile is described while its slot is in use": (
-        "mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                    describe_tile",
-        "describe_tile",
+        "mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                    # Before",
+        "# Before",
+        MORE_TILES,
     ),
-    "a tile is told to no CTA": ("tile = int32(cuda.gridDim.x + atom", "tile = int32(cuda.gridDim.x + 1 + atom"),
-    "the tiles of the call before count": ("range(t, experts + 1, threads)", "range(t, experts, threads)"),
+    "the end is described while its slot is in use": (
+        "mbarrier_wait_parity(smem.barriers, empty + stage, phase)\n                describe_tile",
+        "describe_tile",
+        MORE_TILES,
+    ),
+    "no CTA takes the first tile from the counter": (
+        "tile = int32(cuda.gridDim.x + atom",
+        "tile = int32(cuda.gridDim.x + 1 + atom",
+        LAST_IS_FIRST,
+    ),
+    "the tiles of the call before count": ("range(t, experts + 1, threads)", "range(t, experts, threads)", TWO_CALLS),
 }
-
-
-LAST_IS_FIRST = dict(timeout=0.1, num_sms=4)  # the last tile of a CTA is its first, too
-OPTIONS = {"told": LAST_IS_FIRST, "another rank": LAST_IS_FIRST, "slot": dict(num_sms=1)}  # the more tiles for a CTA
 
 
 @pytest.mark.skipif(not simulator.ENABLED, reason="the simulator runs threads and memory in any order")
 @pytest.mark.parametrize("name", WRONG_ONE_KERNEL)
 def test_a_wrong_one_kernel_is_rejected(name, monkeypatch):
-    plant(monkeypatch, (kernel, counts), *WRONG_ONE_KERNEL[name])
+    right, wrong_code, *options = WRONG_ONE_KERNEL[name]
+    plant(monkeypatch, (kernel, counts), right, wrong_code)
     state, ranks = make_inputs([3, 5], FP8, hidden=384, intermediate=256)
-    options = next((options for word, options in OPTIONS.items() if word in name), {})
-    attempt = lambda seed: run(state, ranks, FP8, seed=seed, kind=OneKernel, **options)
+    attempt = lambda seed: run(state, ranks, FP8, seed=seed, kind=OneKernel, **(options[0] if options else {}))
     assert any(fails(attempt, seed, state, ranks) for seed in range(8))
 
 
@@ -259,10 +282,8 @@ def test_a_rank_that_sends_no_rows_ends_the_waits_of_others(kind, dtype):
                 launch()
         layer.runtime.synchronize()
         if layer.rank == 0:
-            with pytest.raises(
-                TimeoutError,
-                match="rank 0 waited for (the rows of its expert 0|its tokens' rows to come back): expected .*, found",
-            ):
+            waited = "the rows of its expert 0|its tokens' rows to come back"
+            with pytest.raises(TimeoutError, match=f"rank 0 waited for ({waited}): expected [0-9]+ .*, found [0-9]+"):
                 layer.runtime.check_alive()
             assert out.isnan().all()
         return torch.zeros(1)

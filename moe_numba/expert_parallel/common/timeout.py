@@ -21,7 +21,7 @@ _NUM_VALUES = 6  # of a record: the error code, and the numbers that the message
 # Why a rank has aborted: the code in ``status[0]``, and the error message, which takes the other numbers in ``status``.
 (DISPATCH_SPACE, DISPATCH_ROWS, COMBINE_SPACE, COMBINE_ROWS, COUNTS, BARRIER) = range(1, 7)
 (COUNT_MISMATCH, TOO_MANY_ROWS, CALL_MISMATCH, WRONG_COUNT) = range(7, 11)
-(EXPERT_ROWS, ROWS_BACK) = range(11, 13)
+(EXPERT_ROWS, FIRST_GEMM, ROWS_BACK) = range(11, 14)
 MESSAGES = {
     DISPATCH_SPACE: "dispatch: rank {rank}, channel {channel} waited for space in its ring to rank {peer}: head "
     "{head}, tail {tail}",
@@ -40,8 +40,12 @@ MESSAGES = {
     "all ranks",
     WRONG_COUNT: "notify: on rank {rank} num_tokens_per_expert has {head} tokens for an expert of rank {peer}; it must "
     "be 0 to {tail}",
-    EXPERT_ROWS: "experts: rank {rank} waited for the rows of its expert {channel}: expected {head}, found {tail}",
-    ROWS_BACK: "experts: rank {rank} waited for its tokens' rows to come back: expected {head}, found {tail}",
+    EXPERT_ROWS: "experts: rank {rank} waited for the rows of its expert {channel}: expected {head} in all calls, "
+    "found {tail}",
+    FIRST_GEMM: "experts: rank {rank} waited for the first GEMM of its expert {channel}: expected {head} counts, "
+    "found {tail}",
+    ROWS_BACK: "experts: rank {rank} waited for its tokens' rows to come back: expected {head} pieces in all calls, "
+    "found {tail}",
 }
 ARGUMENT_ERRORS = COUNT_MISMATCH, TOO_MANY_ROWS, CALL_MISMATCH, WRONG_COUNT  # errors without a wait
 # The arguments of a dispatch that must be the same on all ranks, in the order in which ranks exchange them, and the

@@ -1,9 +1,9 @@
-"""Tile scheduler that deals out full tiles and half tiles apart, so that all CTAs get as many of each.
+"""Tile scheduler that deals out full tiles and half tiles apart, so that all CTAs get as many of each, or one more.
 
 A tile with at most 64 rows has half the multiplications of a full one. In a group of 129 to 192 rows both kinds
-alternate, and the number of CTAs is even: if tiles were dealt out in turn, half of the CTAs would get all full ones.
-Here CTA i of n gets the full tiles i, i + n, ... and the half tiles n - 1 - i, 2 n - 1 - i, ..., and takes them in the
-order of the groups, so that CTAs that run at the same time still share weights in the L2 cache.
+alternate, and many GPUs have an even number of SMs: if tiles were dealt out in turn, half of the CTAs would get all
+full ones. Here CTA i of n gets the full tiles i, i + n, ... and the half tiles n - 1 - i, 2 n - 1 - i, ..., and takes
+them in the order of the groups, so that CTAs that run at the same time still share weights in the L2 cache.
 """
 
 from functools import cache
@@ -12,7 +12,14 @@ from typing import NamedTuple
 from numba import cuda, int32, uint32
 
 from moe_numba.grouped_gemm.block_scaled.config import BLOCK_M, BOX_ROWS
-from moe_numba.grouped_gemm.common.scheduler import TileInfo, divide, find_group, make_count_tiles, make_group_rows
+from moe_numba.grouped_gemm.common.scheduler import (
+    TileInfo,
+    divide,
+    find_group,
+    make_count_tiles,
+    make_group_rows,
+    num_tiles,
+)
 
 
 class _Offsets(NamedTuple):
@@ -33,7 +40,7 @@ def half_tiles(rows):
 @cuda.jit(device=True)
 def full_tiles(rows):
     """Return the other tiles of ``rows`` rows."""
-    return int32(int32(rows + BLOCK_M - 1) // BLOCK_M - half_tiles(rows))
+    return int32(num_tiles(rows, BLOCK_M) - half_tiles(rows))
 
 
 @cuda.jit(device=True)

@@ -41,7 +41,8 @@ class BlockScaledConfig(NamedTuple):
     early_test: bool = False  # with 256 columns: test the next stage's barrier before the last FFMAs of a stage
     gather: bool = False  # rows of x are read through an array of row indices
     cluster_size: int = 2  # CTAs that compute a pair of tiles, see ``pairs.py``; or 1
-    balanced: bool = False  # with cluster_size 1: deal out full and half tiles apart, see ``balanced.py``
+    # With cluster_size 1: deal out full and half tiles apart, see ``balanced.py``. `bench grouped_gemm_tiles` tries it.
+    balanced: bool = False
     # Block scales as packed UE8M0 exponents instead of float32, see `block_scales.py`:
     packed_x_scale: bool = False
     # Scales of four blocks of k, from a multiple of four on, are 16 contiguous and aligned bytes:

@@ -13,11 +13,12 @@ from functools import cache
 from numba import cuda, int32
 
 from moe_numba.expert_parallel.common.arguments import RankContext
+from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG
 from moe_numba.expert_parallel.common.poison import adopt_abort
 from moe_numba.expert_parallel.common.timeout import COUNTS, abort, timed_out
 from moe_numba.expert_parallel.rings.notify import wait_flag
 from moe_numba.moe_layer.expert_parallel.one_kernel.sizes import EXPECTED, EXPECTED_BACK, SEQUENCE, WARP, Sizes
-from moe_numba.ptx.atomics import ld_acquire_sys_s32, st_relaxed_sys_s32, st_release_sys_s32
+from moe_numba.ptx.atomics import ld_acquire_sys_s32, ld_volatile_s32, st_relaxed_sys_s32, st_release_sys_s32
 from moe_numba.ptx.memory import griddepcontrol_launch_dependents, griddepcontrol_wait, pointer_from_address
 from moe_numba.ptx.special_registers import globaltimer
 from moe_numba.ptx.warp import FULL_MASK, warp_inclusive_scan
@@ -27,29 +28,36 @@ COUNTS_SIGNATURE = *CONTEXT, *["int32*"] * 5
 
 
 @cuda.jit(device=True)
-def wait_or_leave(ctx, counter, offset, expected):
-    """Wait until ``counter[offset]`` is ``expected`` or more, a rank has aborted or time is up; return the number."""
+def wait_count(ctx, counter, offset, expected, code, about):
+    """Wait until ``counter[offset]`` is ``expected`` or more, or a rank has aborted; abort if time is up.
+
+    ``code`` and ``about`` are for the message.
+    """
     start = globaltimer()
     found = ld_acquire_sys_s32(counter, offset)
     while int32(found - expected) < 0 and not timed_out(start, ctx):
         found = ld_acquire_sys_s32(counter, offset)
-    return found
+    if int32(found - expected) < 0:
+        abort(ctx, code, about, ctx.rank, expected, found)
 
 
 @cuda.jit(device=True)
-def wait_count(ctx, counter, offset, expected, code, about):
-    """Wait in the same way, and abort if time is up; ``about`` is for the message."""
-    found = wait_or_leave(ctx, counter, offset, expected)
-    if int32(found - expected) < 0:
-        abort(ctx, code, about, ctx.rank, expected, found)
+def wait_too(ctx, counter, offset, expected):
+    """Wait for what another thread of the CTA waits for by ``wait_count``, without a timeout of its own.
+
+    With one, it could give up just before the counter reaches its value, and the other thread would go on.
+    """
+    found = ld_acquire_sys_s32(counter, offset)
+    while int32(found - expected) < 0 and ld_volatile_s32(ctx.local, ABORT_FLAG) == 0:
+        found = ld_acquire_sys_s32(counter, offset)
 
 
 @cache
 def make_exchange_counts(sizes: Sizes, pieces: int = 1):
     """Make the kernel, for one CTA with a warp for each rank.
 
-    A row comes back in ``pieces``. ``done`` has a counter for each expert of this rank and another one, all of which
-    the kernel clears.
+    A row comes back in ``pieces``. ``done`` has a counter for each expert of this rank, and one for the tiles that CTAs
+    have asked for; the kernel clears them.
     """
     ranks, experts, all_experts = sizes.ranks, sizes.experts, sizes.all_experts
     count_flags, counts, threads = sizes.count_flags, sizes.counts, WARP * sizes.ranks

@@ -45,7 +45,7 @@ class Exchange:
     places : int32 tensor [all experts]
         Where this rank's rows for an expert begin, in the memory of the rank that has it.
     done : int32 tensor [experts + 1]
-        Counts each expert's finished tiles and, at the end, the tiles that CTAs have taken after their first ones.
+        Counts each expert's finished tiles and, in its last element, how often CTAs have asked for another tile.
     activated, activated_scale : tensors [capacity, intermediate] and [capacity, intermediate / 128]
     users : int
         Layers.

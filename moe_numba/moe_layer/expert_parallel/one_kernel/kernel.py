@@ -13,10 +13,10 @@ Every CTA has 12 warps:
   CTA then waits for the rows that come back.
 
 A tile of the first GEMM is loaded when all ranks have sent their rows for its expert, one of the second when all tiles
-of the first one for its expert are stored. All tiles of the first GEMM come before those of the second, and a CTA that
-is ready for another tile takes the next one, so the tile with the lowest number that is not done can always be done: no
-wait is in vain. Which CTA computes a tile depends on time, what it computes does not. A wait that lasts too long aborts
-all ranks, and then every wait ends, so that the kernel does, too.
+of the first one for its expert are stored. All tiles of the first GEMM come before those of the second. A CTA that is
+ready to load another tile takes the next one, so its tiles are in ascending order, and the tile with the lowest number
+that is not done can always be done: no wait is in vain. Which CTA computes a tile depends on time, the results do not.
+A wait that lasts too long aborts all ranks, and then every wait ends, so that the kernel does, too.
 """
 
 from functools import cache
@@ -26,7 +26,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from moe_numba.expert_parallel.common.arguments import RankContext
 from moe_numba.expert_parallel.common.buffer_layout import ABORT_FLAG
-from moe_numba.expert_parallel.common.timeout import EXPERT_ROWS, ROWS_BACK, abort
+from moe_numba.expert_parallel.common.timeout import EXPERT_ROWS, FIRST_GEMM, ROWS_BACK, abort
 from moe_numba.grouped_gemm.block_scaled.config import (
     BLOCK_M,
     BOX_ROWS,
@@ -47,7 +47,7 @@ from moe_numba.grouped_gemm.common.scheduler import (
     make_group_rows,
     num_tiles,
 )
-from moe_numba.moe_layer.expert_parallel.one_kernel.counts import CONTEXT, wait_count, wait_or_leave
+from moe_numba.moe_layer.expert_parallel.one_kernel.counts import CONTEXT, wait_count, wait_too
 from moe_numba.moe_layer.expert_parallel.one_kernel.sizes import EXPECTED, EXPECTED_BACK, WARP, Sizes
 from moe_numba.ptx.accumulators import make_fma_blocks, make_for_each_chunk
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float, rcp_approx
@@ -177,12 +177,12 @@ def make_kernel(sizes: Sizes, intermediate: int):
 
     @cuda.jit(device=True)
     def counter_of_rows(ctx, done, lengths, g, is_second):
-        """Return what counts a tile's rows of x, those of all ranks or of the first GEMM: pointer, index, value."""
-        counter, at, expected = ctx.local, int32(arrived + g), ctx.state[EXPECTED + g]
+        """Return what counts a tile's rows of x: pointer, index, expected value, and the code if it does not come."""
+        counter, at, expected, code = ctx.local, int32(arrived + g), ctx.state[EXPECTED + g], int32(EXPERT_ROWS)
         if is_second:
             tiles = int32(num_tiles(lengths[g], BLOCK_M) * n_tiles_1)
-            counter, at, expected = done, g, int32(FACTOR_WARPS * tiles)
-        return counter, at, expected
+            counter, at, expected, code = done, g, int32(FACTOR_WARPS * tiles), int32(FIRST_GEMM)
+        return counter, at, expected, code
 
     @cuda.jit(device=True)
     def describe_tile(smem, stage, row, rows, column, g):
@@ -333,7 +333,7 @@ def make_kernel(sizes: Sizes, intermediate: int):
     def write_destination(ctx, smem, t, origin):
         """Write for row ``t`` of a tile where its result belongs: the address, and the rank, -1 without a row."""
         source, low, high = int32(-1), int32(0), int32(0)
-        if origin >= 0:
+        if (origin >= 0) & (origin < capacity):  # after an abort it may be any number
             source = int32(origin // assignments)
             place = int64(origin - source * assignments) * back_words
             address = uint64(ctx.peers[source]) + uint64(4 * (back + place))
@@ -422,9 +422,10 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     g, is_second, row, rows, n_tile = look_up(smem, problem, row_tiles, tile)
                     column = int32(n_tile * (BLOCK_N if is_second else COLUMNS))
                     mbarrier_wait_parity(smem.barriers, empty + stage, phase)
+                    # Before the wait: the warps of factors may have to count what it waits for.
                     describe_tile(smem, stage, row, rows, column, int32(g + experts) if is_second else g)
-                    counter, place, expected = counter_of_rows(ctx, done, lengths, g, is_second)
-                    wait_count(ctx, counter, place, expected, EXPERT_ROWS, g)
+                    counter, place, expected, code = counter_of_rows(ctx, done, lengths, g, is_second)
+                    wait_count(ctx, counter, place, expected, code, g)
                     fence_proxy_async()  # TMA reads what other threads have stored
                     two_boxes, k_blocks = rows > BOX_ROWS, int32(k_blocks_2) if is_second else int32(k_blocks_1)
                     second = int32(column + (COLUMNS if is_second else intermediate))
@@ -469,18 +470,17 @@ def make_kernel(sizes: Sizes, intermediate: int):
                     if is_second and told == 1:
                         told_phase = count_stored(ctx, smem, done, told_phase, lane, told, told_g, own_row)
                         told = int32(0)
-                    counter, place, expected = counter_of_rows(ctx, done, lengths, g, is_second)
-                    wait_or_leave(ctx, counter, place, expected)  # the TMA thread says why, if in vain
+                    counter, place, expected, _ = counter_of_rows(ctx, done, lengths, g, is_second)
+                    wait_too(ctx, counter, place, expected)
                     cuda.syncwarp()
                     k_blocks = int32(k_blocks_2) if is_second else int32(k_blocks_1)
-                    of_x, of_weight = x_scale, w13_scale
+                    of_x, of_weight, block = x_scale, w13_scale, int32(column // FP8_SCALE_BLOCK)
                     if is_second:
                         of_x, of_weight = activated_scale, w2_scale
-                        block = int32(column // FP8_SCALE_BLOCK)
                         w_0 = int64(int32(g * n_blocks_2 + block)) * k_blocks
                         w_1 = int64(int32(g * n_blocks_2 + min(block + 1, n_blocks_2 - 1))) * k_blocks
                     else:
-                        w_0 = int64(int32(g * n_blocks_1 + column // COLUMNS)) * k_blocks
+                        w_0 = int64(int32(g * n_blocks_1 + block)) * k_blocks
                         w_1 = w_0 + int64(n_blocks_1 // 2) * k_blocks
                     x_0 = int64(row + own_row) * k_blocks
                     x_1 = x_0 + int64(32) * k_blocks
