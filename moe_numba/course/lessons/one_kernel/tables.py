@@ -261,8 +261,8 @@ def show_lost() -> Table:
 
 def show_balance() -> Table:
     """Return a table of the work of the CTA that has most, for two ways to share the tiles."""
-    heads = ["tokens on each GPU", "tiles in turn: most work / mean", "tiles when ready: most work / mean"]
-    about = f"Counted multiplications, {model.CTAS} CTAs, 32 experts on the GPU; a tile of at most 64 rows has half."
+    heads = ["tokens on each GPU", "tiles in turn: busiest CTA / mean", "tiles when ready: busiest CTA / mean"]
+    about = f"Multiplications of {model.CTAS} CTAs, 32 experts on the GPU: counted; when ready: simulated by them."
     return Table(heads, model.balances(), about)
 
 
