@@ -641,31 +641,33 @@ exercises.orders.check(...)
 # Its CTA has 12 warps: eight consumers, one that issues TMA loads and waits for rows, two that write the factors of FP8 tiles and count, one mover, which copies rows through shared memory by bulk copies.
 # Two things are different here, and a third below:
 #
-# - **Which warps count.** The warps that write factors to every stage do, after the last factors of the next tile, but at once at the change of GEMMs, as the leader of step 6.
+# - **Which warps count.** Two warps write factors, the products of scales, to every stage. They count a tile just before they write the last factors of the next one, so the consumers cannot finish that before the tile
+#   is counted. At the change of GEMMs they count at once, as the leader does in step 6. Both count, so a tile of the first GEMM counts 2.
 # - **A TMA load reads through the async proxy.** After an acquire, a proxy fence must order it behind what other threads have stored. Here is that wait, and the count:
 
 # %%
-print(page.show_code("wait_count(ctx, counter, place, expected, EXPERT_ROWS, g)", lines=2))
+print(page.show_code("wait_count(ctx, counter, place, expected, code, g)", lines=2))
 
 # %%
 print(page.show_code("def count_stored"))
 
 # %% [markdown]
-# The third difference is **which CTA computes a tile**. On this page CTA 3 of 132 computes the tiles 3, 135, 267 and so on. An expert with 129 to 192 rows has a tile of 128 rows and, next in the order, one of at most 64, with half of the
-# multiplications. Full and half tiles alternate and 132 is even, so half of the CTAs get the full ones of all such experts. In the package's kernel a CTA that is ready for another tile takes the next one from a counter:
+# The third difference is **which CTA computes a tile**. On this page tiles are dealt out in turn: CTA c of n computes the tiles c, c + n, c + 2n and so on. An earlier version of the package's kernel did that, too. It numbers an expert's tiles
+# by columns, and for each tile of columns by blocks of 128 rows. An expert with 129 to 192 rows has a full block and one of at most 64 rows, with half of the multiplications, so its full and half tiles alternate. Every expert has an even number of
+# tiles, and there are 132 CTAs, so half of the CTAs got the full tiles of all such experts. Now a CTA's first tile has its own number. When its loading thread has issued all loads of a tile, it takes the next number from a counter:
 
 # %%
 print(page.show_code("tile = int32(cuda.gridDim.x + atom_add_relaxed_gpu_s32", lines=1))
 
 # %% [markdown]
-# With 512 tokens an expert has 128 rows on average, so about half of the experts have two tiles. Before you look: how much more than the mean does the CTA multiply that has most?
+# With 512 tokens an expert has 128 rows on average, so about half of the experts have two tiles. Before you look: how much more than the mean does the busiest CTA multiply?
 
 # %%
 page.show_balance()
 
 # %% [markdown]
-# The argument of step 7 holds as before: tiles are taken in ascending order, so the lowest unfinished one is with a CTA that has finished its earlier ones. Which CTA computes a tile depends on time now, the
-# result does not. [How it is built](../docs/one_kernel.md#how-it-is-built) has what the change gained.
+# (A half tile loads all of its weights, so it takes more than half the time of a full one, and the gain is smaller than the table says.) The argument of step 7 holds as before: tiles are taken in ascending order, so the lowest unfinished one is
+# with a CTA that has finished its earlier ones, or is the next to be taken. Which CTA computes a tile depends on time now, the result does not. [How it is built](../docs/one_kernel.md#how-it-is-built) says what the change gained.
 #
 # And waits have a timeout: a rank that died must end with an error message, not in a loop.
 #
@@ -680,11 +682,11 @@ page.show_records()
 # %% [markdown]
 # Three limits of the idea:
 #
-# - **Few tokens.** With few rows per expert reading the weights takes all the time, for one kernel as for a chain, and the chain's low-latency launches cost little: there is not much to hide.
+# - **Few tokens.** With few rows per expert reading the weights takes nearly all of the time, for one kernel as for a chain. There is little to overlap: only what the chain takes beside its GEMMs.
 # - **SMs set aside for communication** are lost to the GEMMs for the whole launch. A warp in each CTA costs issue slots and L2 bandwidth, of which the GEMMs leave some.
 # - **One expert with all rows.** Then there is one counter, and the kernel waits as in step 2; its rank computes while all others wait. Flags cannot balance load.
 #
-# The table has a change of the chain that gained little, and one kernel with few tokens where a record has it. [What it takes](../docs/one_kernel.md#what-it-takes) has all recorded times of the package's kernel.
+# The table has a change of the chain that gained little, and one kernel with few tokens where a record has it. [Measured](../docs/one_kernel.md#measured) has all recorded times of the package's kernel.
 
 # %%
 page.show_lost()
