@@ -643,7 +643,10 @@ exercises.orders.check(...)
 #
 # - **Which warps count.** Two warps write factors, the products of scales, to every stage. They count a tile just before they write the last factors of the next one, so the consumers cannot finish that before the tile
 #   is counted. At the change of GEMMs they count at once, as the leader does in step 6. Both count, so a tile of the first GEMM counts 2.
-# - **A TMA load reads through the async proxy.** After an acquire, a proxy fence must order it behind what other threads have stored. Here is that wait, and the count:
+# - **A TMA load reads through the async proxy.** After an acquire, a proxy fence must order it behind what other threads have stored.
+#
+# Here is that wait, and the count. `told` says of which GEMM the tile is, 1 or 2. The first GEMM's count stays on this GPU, so a fence for the GPU is enough. The second one's go to the ranks that have the tokens, one for all rows of a rank, and
+# `destinations` has the rank of each row of the tile (a warp of factors has 64 of them, two for each lane):
 
 # %%
 print(page.show_code("wait_count(ctx, counter, place, expected, code, g)", lines=2))

@@ -77,7 +77,7 @@ def test_measured_times():
     row = lambda step, us: records.row(step, config=config, size=size, dtype="e4m3", kernel=Stats(us, us, us))
     record = record_with("moe_layer_ranks", [row(step, time) for step, time in us.items()])
     cells = [cell.strip() for cell in model.measured(record).splitlines()[2].split("|")[1:-1]]
-    assert cells == ["2", "512", "550", "700", "600", "500", "1.10", "0.92"]
+    assert cells == ["2", "512", "550", "700", "600 (low latency)", "500", "1.10", "0.92"]
     assert model.measured(record_with("moe_layer_ranks", [row("final", 660.0)])) == "No record has the kernel yet."
 
 
