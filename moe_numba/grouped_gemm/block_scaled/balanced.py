@@ -1,7 +1,7 @@
 """Tile scheduler that deals out full tiles and half tiles apart, so that all CTAs get as many of each, or one more.
 
 A tile with at most 64 rows has half the multiplications of a full one. In a group of 129 to 192 rows both kinds
-alternate, and many GPUs have an even number of SMs: if tiles were dealt out in turn, half of the CTAs would get all
+alternate, and many GPUs have an even number of SMs: if tiles were dealt out round robin, half of the CTAs would get all
 full ones. Here CTA i of n gets the full tiles i, i + n, ... and the half tiles n - 1 - i, 2 n - 1 - i, ..., and takes
 them in the order of the groups, so that CTAs that run at the same time still share weights in the L2 cache.
 """
@@ -60,6 +60,18 @@ def share(tiles, first):
     """Return how many of ``tiles`` tiles are ``first``, ``first`` plus the number of CTAs, and so on."""
     ctas = int32(cuda.gridDim.x)
     return divide(int32(tiles - first + ctas - 1), ctas) if tiles > first else int32(0)
+
+
+@cuda.jit(device=True)
+def first_of_cta():
+    """Return the number of a CTA's first tile, among its own."""
+    return int32(0)
+
+
+@cuda.jit(device=True)
+def next_of_cta(number):
+    """Return the number of a CTA's tile after this one."""
+    return int32(number + 1)
 
 
 @cuda.jit(device=True)

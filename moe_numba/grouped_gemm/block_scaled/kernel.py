@@ -29,7 +29,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
-from moe_numba.grouped_gemm.block_scaled.balanced import first_walk, make_balanced_tiles
+from moe_numba.grouped_gemm.block_scaled.balanced import first_of_cta, first_walk, make_balanced_tiles, next_of_cta
 from moe_numba.grouped_gemm.block_scaled.config import (
     BLOCK_M,
     BOX_ROWS,
@@ -49,7 +49,7 @@ from moe_numba.grouped_gemm.common.gather import (
     wait_rows,
 )
 from moe_numba.grouped_gemm.common.pipeline import CLUSTER_MASK, make_release_stage
-from moe_numba.grouped_gemm.common.scheduler import Problem, divide, make_count_tiles
+from moe_numba.grouped_gemm.common.scheduler import Problem, divide, make_count_tiles, make_tile_loop
 from moe_numba.ptx.accumulators import make_fma_blocks
 from moe_numba.ptx.arithmetic import float_as_int, int_as_float
 from moe_numba.ptx.cluster import barrier_cluster_arrive, barrier_cluster_wait, cluster_ctarank
@@ -94,8 +94,7 @@ def make_kernel(config):
     factor_offset, stage_factors = layout.factor_offset, layout.stage_factors
     row_index_offset, row_indices_of_warp = layout.row_index_offset, layout.row_indices
     columns, half_rows, half_bytes = config.columns, config.half_rows, config.half_rows * BLOCK_K_BYTES
-    # Tiles, or pairs of them, are numbered by cluster: block number >> shift.
-    cluster_size, pairs, shift = config.cluster_size, config.cluster_size == 2, config.cluster_size - 1
+    cluster_size, pairs = config.cluster_size, config.cluster_size == 2
     gather, silu_and_mul, keep_weight = config.gather, config.silu_and_mul, config.keep_weight
     masked, packed_weight_scale = config.row_layout == "masked", config.packed_weight_scale
     last_aux_warp = CONSUMER_WARPS + (AUX_PRODUCER_WARPS if gather else FACTOR_WARPS)
@@ -114,10 +113,11 @@ def make_kernel(config):
     # the addresses of another CTA's barriers need more than 224; a producer that gathers needs more than 40.
     producer_registers, consumer_registers = (40, 232) if config.needs_registers else (56, 224)
     setmaxnreg_dec, setmaxnreg_inc = make_setmaxnreg_dec(producer_registers), make_setmaxnreg_inc(consumer_registers)
-    balanced = config.balanced
-    if balanced:  # tiles are numbered by CTA
+    if config.balanced:  # tiles are numbered by CTA, and otherwise tiles, or pairs of them, by cluster
         count_tiles, look_up_tile = make_balanced_tiles(config, layout)
+        first_tile, next_tile = first_of_cta, next_of_cta
     else:
+        first_tile, next_tile = make_tile_loop(cluster_size)
         count_tiles = make_count_tiles(config, layout, pairs_of_group if pairs else None)
         look_up_tile = make_look_up_tile(config, layout)
     advance, release_stage = make_advance(stages), make_release_stage(cluster_size)
@@ -129,20 +129,6 @@ def make_kernel(config):
     wgmma, wait = make_wgmma_tile(wgmma_n, "e4m3", overwrite=halves), make_wgmma_wait(wgmma_n, 0)
     fma = make_fma_blocks(wgmma_n, scaled_columns)
     store_tile = make_store_tile(config, layout)
-
-    @cuda.jit(device=True)
-    def start():
-        """Return the number of this CTA's first tile, or cluster's first pair, and where its walk begins."""
-        if balanced:
-            return int32(0), first_walk()
-        return int32(cuda.blockIdx.x >> shift), (int32(0), int32(0))
-
-    @cuda.jit(device=True)
-    def following(tile):
-        """Return the number of the tile after this one."""
-        if balanced:
-            return int32(tile + 1)
-        return int32(tile + int32(cuda.gridDim.x >> shift))
 
     @cuda.jit(device=True)
     def weight_scale_of(info, i, n_blocks, k_blocks, weight_rows):
@@ -234,13 +220,13 @@ def make_kernel(config):
                 stage, phase = int32(0), uint32(1)
                 evict_last = createpolicy_evict_last()
                 weight_policy = evict_last if keep_weight else createpolicy_evict_first()
-                tile, walk = start()
+                tile, walk = first_tile(), first_walk()
                 info, shares_weight, walk = look_up_tile(smem, problem, tile, walk)
                 while tile < tiles:
                     g, row, rows, _, n_tile = info
                     # Look up the next tile when all stages are in use: the group's size takes a microsecond to arrive.
                     shares, look_up_at = shares_weight, int32(min(stages, k_blocks - 1))
-                    tile = following(tile)
+                    tile = next_tile(tile)
                     column = int32(n_tile * columns)
                     rows = rows if column < n else int32(0)  # a pair's second tile may lie beyond the weight
                     two_boxes = rows > BOX_ROWS
@@ -304,7 +290,7 @@ def make_kernel(config):
                     # the lanes of a load touch 32 lines, so the scales of four stages are loaded at once.
                     zero, one = (float32(0), float32(0), float32(0), float32(0)), int64(1)
                     row = int32(aux_warp * BOX_ROWS + lane)
-                    tile, walk = start()
+                    tile, walk = first_tile(), first_walk()
                     info, _, walk = look_up_tile(smem, problem, tile, walk)
                     while tile < tiles:
                         x_0 = int64(info.row) * scale_row_stride
@@ -315,7 +301,7 @@ def make_kernel(config):
                         w_2 = weight_scale_of(info, int32(2), n_blocks, k_blocks, weight_rows)
                         x_0 += int64(row) * scale_row_stride
                         x_1 = x_0 + int64(32) * scale_row_stride
-                        tile = following(tile)
+                        tile = next_tile(tile)
                         valid_0, valid_1 = row < info.rows, row + 32 < info.rows
                         # Look up the next tile in the second round of the loop, or in its only one.
                         look_up_at = int32(min(4, (k_blocks - 1) & -4))
@@ -354,7 +340,7 @@ def make_kernel(config):
                     indices = int32(row_index_offset + aux_warp * row_indices_of_warp)
                     source = GatherSource(x, row_indices, x_rows, uniform(row_bytes), k)
                     x_scales = cuda.local.array(ROWS_PER_LANE, float32)
-                    tile, walk = start()
+                    tile, walk = first_tile(), first_walk()
                     while tile < tiles:
                         info, _, walk = look_up_tile(smem, problem, tile, walk)
                         w_0 = weight_scale_of(info, int32(0), n_blocks, k_blocks, weight_rows)
@@ -385,7 +371,7 @@ def make_kernel(config):
                                     mbarrier_arrive(smem.barriers, full + stage)
                             skip = int32(skip + AUX_PRODUCER_WARPS - 1) if skip == 0 else int32(skip - 1)
                             stage, phase = advance(stage, phase)
-                        tile = following(tile)
+                        tile = next_tile(tile)
         else:
             # ==== Consumer warpgroups ====
             setmaxnreg_inc()
@@ -394,7 +380,7 @@ def make_kernel(config):
             u8, barriers = uniform_array(smem.u8), uniform_array(smem.barriers)
             smem = SharedMemory(u8, smem.i32, uniform_array(smem.f32), barriers)
             warp = uniform(warp)
-            tile, _ = start()
+            tile = first_tile()
             while tile < smem.i32[uint32(tiles_offset)]:
                 stage, phase = uniform(stage), uint32(uniform(int32(phase)))
                 mbarrier_wait_parity(smem.barriers, full + stage, phase)
@@ -450,7 +436,7 @@ def make_kernel(config):
                         if lane == 0:
                             release_stage(smem.barriers, empty + stage)
                         stage, phase = advance(stage, phase)
-                tile = following(tile)
+                tile = next_tile(tile)
             if lane == 0:  # TMA may still read the warp's epilogue buffers
                 bulk_wait()
         if pairs:  # the other CTA may still write this one's shared memory
