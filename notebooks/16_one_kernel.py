@@ -655,7 +655,7 @@ print(page.show_code("wait_count(ctx, counter, place, expected, code, g)", lines
 print(page.show_code("def count_stored"))
 
 # %% [markdown]
-# The third difference is **which CTA computes a tile**. On this page tiles are dealt out in turn: CTA c of n computes the tiles c, c + n, c + 2n and so on. An earlier version of the package's kernel did that, too. It numbers an expert's tiles
+# The third difference is **which CTA computes a tile**. On this page tiles are dealt out round robin: CTA c of n computes the tiles c, c + n, c + 2n and so on. An earlier version of the package's kernel did that, too. It numbers an expert's tiles
 # by columns, and for each tile of columns by blocks of 128 rows. An expert with 129 to 192 rows has a full block and one of at most 64 rows, with half of the multiplications, so its full and half tiles alternate. Every expert has an even number of
 # tiles, and there are 132 CTAs, so half of the CTAs got the full tiles of all such experts. Now a CTA's first tile has its own number. When its loading thread has issued all loads of a tile, it takes the next number from a counter:
 

@@ -81,18 +81,18 @@ def test_measured_times():
     assert model.measured(record_with("moe_layer_ranks", [row("final", 660.0)])) == "No record has the kernel yet."
 
 
-def test_tiles_in_turn_give_all_full_tiles_to_half_of_the_ctas(monkeypatch):
+def test_tiles_round_robin_give_all_full_tiles_to_half_of_the_ctas(monkeypatch):
     """8 experts with 192 rows each: full and half tiles alternate, on 2 CTAs."""
     sizes = dict(EXPERTS=8, CTAS=2, HIDDEN=256, INTERMEDIATE=128)
     for name, value in sizes.items():
         monkeypatch.setattr(model, name, value)
-    in_turn, when_ready = model.balance(192)
-    assert in_turn == pytest.approx(2 / 1.5) and when_ready == 1
+    round_robin, when_ready = model.balance(192)
+    assert round_robin == pytest.approx(2 / 1.5) and when_ready == 1
     monkeypatch.setattr(model, "TILE_ROWS", 64)  # tiles that are equal
     assert model.balance(192) == (1, 1)
 
 
 @pytest.mark.parametrize("tokens", model.TOKENS)
 def test_tiles_when_ready_are_not_worse(tokens):
-    in_turn, when_ready = model.balance(tokens)
-    assert 1 <= when_ready <= in_turn and when_ready < 1.05
+    round_robin, when_ready = model.balance(tokens)
+    assert 1 <= when_ready <= round_robin and when_ready < 1.05

@@ -46,7 +46,7 @@ def blocks(gpu: str = "h200", root: Path | None = None) -> dict[str, dict[str, s
         },
         "docs/one_kernel.md": {
             "times": one_kernel.text() if found["moe_layer_ranks"] else "",
-            "balance": markdown_table(("tokens on the GPU", "in turn", "when ready"), one_kernel.balances(), 0),
+            "balance": markdown_table(("tokens on the GPU", "round robin", "when ready"), one_kernel.balances(), 0),
             "measured": one_kernel.measured(found["moe_layer_ranks"]) if found["moe_layer_ranks"] else "",
         },
         "docs/linked_cuda_cpp.md": {"times": _linked_cuda_cpp(gpu, root)},

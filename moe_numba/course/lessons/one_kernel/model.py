@@ -189,9 +189,9 @@ def _sums_us(of, sent, done, arrived):
 
 
 class Balance(NamedTuple):
-    """Work of the CTA that has most, relative to the mean: tiles are dealt out in turn, or taken when one is ready."""
+    """Work of the busiest CTA, relative to the mean: tiles are dealt out round robin, or taken when one is ready."""
 
-    in_turn: float
+    round_robin: float
     when_ready: float
 
 

@@ -261,7 +261,7 @@ def show_lost() -> Table:
 
 def show_balance() -> Table:
     """Return a table of the work of the CTA that has most, for two ways to share the tiles."""
-    heads = ["tokens on each GPU", "tiles in turn: busiest CTA / mean", "tiles when ready: busiest CTA / mean"]
+    heads = ["tokens on each GPU", "tiles round robin: busiest CTA / mean", "tiles when ready: busiest CTA / mean"]
     about = f"Multiplications of {model.CTAS} CTAs, 32 experts on the GPU: counted; when ready: simulated by them."
     return Table(heads, model.balances(), about)
 

@@ -45,7 +45,7 @@ def wait_count(ctx, counter, offset, expected, code, about):
 def wait_too(ctx, counter, offset, expected):
     """Wait for what another thread of the CTA waits for by ``wait_count``, without a timeout of its own.
 
-    With one, it could give up just before the counter reaches its value, and the other thread would go on.
+    With one, it could give up just before the counter reaches its value, and the other thread would continue.
     """
     found = ld_acquire_sys_s32(counter, offset)
     while int32(found - expected) < 0 and ld_volatile_s32(ctx.local, ABORT_FLAG) == 0:
